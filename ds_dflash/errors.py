@@ -1,0 +1,10 @@
+"""The one exception for mistakes that a user can make and mend."""
+
+
+class UserError(Exception):
+    """What was wrong, where, and what would be right, in one sentence.
+
+    Entry points print its text without a traceback and exit with `EXIT_CODE`; our own bugs are asserts.
+    """
+
+    EXIT_CODE = 2
