@@ -1,0 +1,308 @@
+"""The top-level keys of ds_config.json: DeepSpeed's own, and those of them that this trainer can honour.
+
+DeepSpeed passes over a misspelt top-level key in silence, so its names are written down here (as of 0.19.8; a
+test compares them with the installed one) and anything else is an error. The blocks that configure the drafter's
+engine are checked value by value; the rest is handed on as it is. DeepSpeed itself is not imported: that takes
+seconds.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
+
+REFUSED_KEYS = {
+    "train_batch_size": (
+        "micro-batches vary in size: batching.token_budget and gradient_accumulation_steps take its place"
+    ),
+    "train_micro_batch_size_per_gpu": "micro-batches vary in size: batching.token_budget takes its place",
+    "scheduler": (
+        "its total number of steps is not known ahead: training.schedule, training.warmup_ratio and "
+        "training.min_lr_ratio take its place"
+    ),
+    "managed_gradient_accumulation": "the trainer sets it itself, since micro-batch counts are uneven",
+    "gradient_allreduce_op": "the loss is normalised for gradients that are averaged over the drafter ranks",
+    "bfloat16": "it is the old name of bf16",
+    "torch_autocast": "the drafter trains in bf16 with fp32 master weights, or in fp32: bf16 takes its place",
+    "compile": "DeepCompile cannot accumulate gradients over uneven micro-batch counts",
+    "autotuning": "it tunes train_micro_batch_size_per_gpu: set batching.token_budget by ds-dflash plan",
+    "data_efficiency": "batches come from the epoch plan: the section batching takes its place",
+    "curriculum_learning": "batches come from the epoch plan: the section batching takes its place",
+    "dataloader_drop_last": "the epoch plan never drops a sample",
+    "datastates_ckpt": "checkpoints are written by the trainer: training.save_every takes its place",
+    "pipeline": "the drafter is trained data-parallel only",
+    "tensor_parallel": "the drafter is trained data-parallel only",
+    "expert_parallel": "the drafter is trained data-parallel only",
+    "use_data_before_expert_parallelism": "the drafter is trained data-parallel only",
+    "hybrid_engine": "the drafter is only trained here, not served",
+    "weight_quantization": "the drafter is only trained here, not served",
+    **dict.fromkeys(
+        (
+            "amp",
+            "compression_training",
+            "eigenvalue",
+            "elasticity",
+            "graph_harvesting",
+            "nebula",
+            "progressive_layer_drop",
+            "quantize_training",
+            "sparse_attention",
+            "sparse_gradients",
+        ),
+        "DeepSpeed has removed it",
+    ),
+}
+
+DEEPSPEED_OPTIMIZERS = frozenset({"adagrad", "adam", "adamw", "lion", "muadam", "muadamw", "muon", "musgd"})
+TORCH_OPTIMIZERS = frozenset(
+    {"ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)  # DeepSpeed looks other names up in torch.optim, and asks for zero_allow_untested_optimizer
+ADAM_PARAMS = frozenset(
+    {
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "bias_correction",
+        "amsgrad",
+        "adam_w_mode",
+        "torch_adam",
+        "foreach",
+        "fp32_optimizer_states",
+        "set_grad_none",
+    }
+)
+
+
+class DeepSpeedBlock(BaseModel):
+    """A JSON object whose names and kinds of value are DeepSpeed's; numbers are read as leniently as there."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class OptimizerBlock(DeepSpeedBlock):
+    type: str = Field(description="optimizer of the drafter")
+    params: dict[str, Any] = Field(description="arguments of the optimizer, of which lr is needed")
+    legacy_fusion: bool = False
+
+    @field_validator("type")
+    @classmethod
+    def _known_type(cls, name: str) -> str:
+        if name.lower() == "lamb":
+            raise ValueError(
+                "optimizer.type Lamb needs the loss scaling of fp16, which is not supported: use AdamW"
+            )
+        if name.lower() not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
+            raise ValueError(
+                f'optimizer.type is "{name}", which DeepSpeed does not know: it knows AdamW, Adam, '
+                f"{', '.join(sorted(DEEPSPEED_OPTIMIZERS - {'adam', 'adamw'}) + sorted(TORCH_OPTIMIZERS))}"
+            )
+        return name
+
+    @field_validator("params")
+    @classmethod
+    def _learning_rate(cls, params: dict[str, Any]) -> dict[str, Any]:
+        if "max_grad_norm" in params:
+            raise ValueError(
+                "optimizer.params.max_grad_norm is not supported: gradient_clipping takes its place"
+            )
+        if "lr" not in params:
+            raise ValueError("optimizer.params.lr is missing: the learning rate at the end of the warmup")
+        rate = params["lr"]
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
+            raise ValueError(f"optimizer.params.lr is {rate!r}, but must be a number above 0")
+        return params
+
+
+class Bf16Block(DeepSpeedBlock):
+    enabled: bool = False
+    immediate_grad_update: bool = False
+    check_grad_overflow: bool = True
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
+
+
+class Fp16Block(DeepSpeedBlock):
+    enabled: Literal[False] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off(cls, block: Any) -> Any:
+        if isinstance(block, dict) and block.get("enabled"):
+            raise ValueError(
+                "fp16.enabled is true, but loss scaling does not go with a loss normalised over a whole update: "
+                "use bf16, or neither for fp32"
+            )
+        return {}  # its other settings have no effect while it is off
+
+
+class WandbBlock(DeepSpeedBlock):
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "ds_dflash"
+
+
+class ZeroBlock(DeepSpeedBlock):
+    """`stage` is the drafter engine's; the `stage3_*` keys tune the target's ZeRO-3."""
+
+    stage: int = Field(default=1, strict=True)
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: int = Field(default=0, gt=0)
+    use_multi_rank_bucket_allreduce: bool = True
+    allgather_partitions: bool = True
+    allgather_bucket_size: int = Field(default=0, ge=0)
+    overlap_comm: bool = False
+    compute_grad_norm: bool = True
+    load_from_fp32_weights: bool = True
+    elastic_checkpoint: bool = False
+    offload_param: dict[str, Any] | None = None
+    offload_optimizer: dict[str, Any] | None = None
+    zenflow: dict[str, Any] | None = None
+    sub_group_size: int = Field(default=0, ge=0)
+    stage3_prefetch_bucket_size: int = Field(default=0, ge=0)
+    stage3_param_persistence_threshold: int = Field(default=0, ge=0)
+    stage3_model_persistence_threshold: int = Field(default=0, ge=0)
+    stage3_max_live_parameters: int = Field(default=0, ge=0)
+    stage3_max_reuse_distance: int = Field(default=0, ge=0)
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    stage3_module_granularity_threshold: int = 0
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    stage3_allgather_sequential: bool = False
+    ignore_unused_parameters: bool = True
+    legacy_stage1: bool = False
+    round_robin_gradients: bool = False
+    parameter_alignment: bool = False
+    zero_hpz_partition_size: int = Field(default=1, ge=0)
+    zero_quantized_weights: bool = False
+    zero_quantized_nontrainable_weights: bool = False
+    zero_quantized_gradients: bool = False
+    memory_efficient_linear: bool = True
+    pipeline_loading_checkpoint: bool = False
+    override_module_apply: bool = True
+    log_trace_cache_warnings: bool = False
+    enable_sanity_checks: bool = False
+    save_muon_momentum_buffer_in_memory: bool = False
+    leaf_module: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _what_uneven_micro_batches_allow(self) -> "ZeroBlock":
+        if self.stage not in (0, 1):
+            raise ValueError(
+                f"zero_optimization.stage is {self.stage}, but must be 1: from stage 2 on every backward reduces "
+                "gradients, and drafter ranks have unequal numbers of them (target.sharding shards the target)"
+            )
+        if self.overlap_comm:
+            raise ValueError(
+                "zero_optimization.overlap_comm is true, but DeepSpeed offers it from stage 2 on only"
+            )
+        if not self.compute_grad_norm:
+            raise ValueError(
+                "zero_optimization.compute_grad_norm is false, but grad_norm is one of the metrics"
+            )
+        return self
+
+
+class DataTypesBlock(DeepSpeedBlock):
+    grad_accum_dtype: Literal["fp32"] = "fp32"
+    param_dtype: str | None = None
+    buffer_dtype: str | None = None
+    keep_in_fp32_modules: Literal["auto"] | list[str] = "auto"
+
+
+class DeepSpeedKeys(DeepSpeedBlock):
+    """The keys that may stand at the top level of ds_config.json, beside `ds_dflash`."""
+
+    optimizer: OptimizerBlock
+    gradient_accumulation_steps: int = Field(
+        default=1,
+        ge=1,
+        strict=True,
+        description="micro-batches that each target rank contributes to an update",
+    )
+    gradient_clipping: float = Field(default=0.0, ge=0, description="largest gradient norm, 0: no limit")
+    bf16: Bf16Block = Bf16Block()
+    fp16: Fp16Block = Fp16Block()
+    zero_optimization: ZeroBlock = ZeroBlock()
+    wandb: WandbBlock = WandbBlock()
+    data_types: DataTypesBlock = DataTypesBlock()
+    zero_allow_untested_optimizer: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+    communication_data_type: Literal["fp16", "bf16", "fp32"] | None = None
+    seq_parallel_communication_data_type: Literal["fp16", "bf16", "fp32"] | None = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: PositiveFloat = 1.0
+    disable_allgather: bool = False
+    steps_per_print: int | None = Field(default=None, ge=1)
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    disable_python_gc: bool = False
+    log_level: str | None = None
+    vocabulary_size: int | None = None
+    activation_checkpointing: dict[str, Any] = {}
+    aio: dict[str, Any] = {}
+    checkpoint: dict[str, Any] = {}
+    comms_logger: dict[str, Any] = {}
+    flops_profiler: dict[str, Any] = {}
+    timers: dict[str, Any] = {}
+    tensorboard: dict[str, Any] = {}
+    csv_monitor: dict[str, Any] = {}
+    comet: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_refused(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        problems = [f"{key} cannot be used: {REFUSED_KEYS[key]}" for key in keys if key in REFUSED_KEYS]
+        problems += [
+            f'{name} is "auto", which only Hugging Face\'s trainer resolves: give a value'
+            for name in find_auto(keys)
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return keys
+
+    @model_validator(mode="after")
+    def _stage_0_has_no_fp32_accumulation(self) -> "DeepSpeedKeys":
+        if self.bf16.enabled and self.zero_optimization.stage == 0:
+            raise ValueError(
+                "zero_optimization.stage is 0 and bf16.enabled is true, but DeepSpeed accumulates bf16 gradients "
+                "in fp32 from stage 1 on only: set the stage to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adam_takes_these_params(self) -> "DeepSpeedKeys":
+        unknown = sorted(self.optimizer.params.keys() - ADAM_PARAMS)
+        if unknown and self.optimizer.type.lower() in ("adam", "adamw"):
+            raise ValueError(
+                f"optimizer.params.{unknown[0]} is not a parameter of {self.optimizer.type}, "
+                f"which takes {', '.join(sorted(ADAM_PARAMS))}"
+            )
+        return self
+
+
+DEEPSPEED_KEYS = frozenset(DeepSpeedKeys.model_fields)
+
+
+def with_defaults(keys: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the user's top-level keys with the three that the trainer always needs filled in.
+
+    DeepSpeed's own defaults for them (no optimizer, no number of steps, ZeRO stage 0) do not fit here.
+    """
+    zero = keys.get("zero_optimization", {})
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": 6e-4, "weight_decay": 0.0}},
+        "gradient_accumulation_steps": 1,
+        **keys,
+        "zero_optimization": {"stage": 1, **zero} if isinstance(zero, dict) else zero,
+    }
+
+
+def find_auto(value: Any, name: str = "") -> list[str]:
+    """Dotted names of all values that are "auto", which only Hugging Face's trainer resolves."""
+    if value == "auto" and name != "data_types.keep_in_fp32_modules":
+        return [name]
+    if not isinstance(value, dict):
+        return []
+    return [found for key, inner in value.items() for found in find_auto(inner, f"{name}.{key}".lstrip("."))]
