@@ -1,0 +1,294 @@
+"""Attention of drafter blocks over their own slots and the context before their anchor.
+
+Tensors are packed: the context of all rows lies end to end, and so do their blocks, so nothing is padded. For a
+block with anchor a, slot k sees (arXiv 2602.06036, and what serving engines do):
+
+    full layer      context positions p < a of its own row; every slot of its own block
+    sliding layer   a + k - (window - 1) <= p < a; slots j <= k of its own block
+
+Three forms give the same numbers:
+
+    split   scores over the context and over the block's own slots are two products joined by one softmax, so the
+            [blocks*B, blocks*B] part never exists. Anchors are sorted within a row: a group of neighbouring anchors
+            reads only the keys up to its largest one, and group sizes bound the score buffer to about
+            `SCORES_PER_GROUP` numbers. The backward rebuilds the probabilities from the saved log-sum-exp.
+    flex    torch's flex attention with a block mask; the choice on CUDA (backward not available on CPU).
+    dense   one masked softmax over everything, for tests.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+SCORES_PER_GROUP = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """Which blocks belong to which row, and where their anchors are.
+
+    context_offsets: first packed context token of each row, and the end ([rows + 1]).
+    block_offsets: first block of each row, and the end ([rows + 1]).
+    anchors: int64 [blocks], the anchors' positions in their rows, ascending within a row.
+    block_size: slots of a block, the anchor included.
+    """
+
+    context_offsets: tuple[int, ...]
+    block_offsets: tuple[int, ...]
+    anchors: Tensor
+    block_size: int
+
+    @cached_property
+    def anchor_list(self) -> list[int]:
+        """The anchors as numbers on the host: group boundaries follow from them."""
+        return self.anchors.tolist()
+
+    @cached_property
+    def context_rows(self) -> Tensor:
+        """int64 [tokens]: the row of each packed context token."""
+        return _rows(self.context_offsets, self.anchors.device)
+
+    @cached_property
+    def block_rows(self) -> Tensor:
+        """int64 [blocks]: the row of each block."""
+        return _rows(self.block_offsets, self.anchors.device)
+
+    @cached_property
+    def context_positions(self) -> Tensor:
+        """int64 [tokens]: the position of each packed context token in its row."""
+        starts = torch.tensor(self.context_offsets[:-1], device=self.anchors.device)
+        tokens = torch.arange(self.context_offsets[-1], device=self.anchors.device)
+        return tokens - starts[self.context_rows]
+
+    @cached_property
+    def slot_positions(self) -> Tensor:
+        """int64 [blocks, block_size]: slot k of a block is at position anchor + k of its row."""
+        return self.anchors[:, None] + torch.arange(self.block_size, device=self.anchors.device)
+
+
+def _rows(offsets: tuple[int, ...], device: torch.device) -> Tensor:
+    counts = torch.tensor(offsets).diff()
+    return torch.repeat_interleave(torch.arange(len(counts)), counts).to(device)
+
+
+def block_attention(
+    query: Tensor,
+    context_key: Tensor,
+    context_value: Tensor,
+    block_key: Tensor,
+    block_value: Tensor,
+    layout: BlockLayout,
+    window: int | None,
+    implementation: str,
+) -> Tensor:
+    """Grouped-query attention of every block, scale head_dim ** -0.5.
+
+    query: [blocks, B, heads, head_dim]; context_key and context_value: [tokens, kv_heads, head_dim]; block_key and
+    block_value: [blocks, B, kv_heads, head_dim]; all of one dtype, keys and queries already rotated.
+    window: None for a full layer, else the sliding window in tokens (at least B).
+    implementation: "split", "flex" or "dense". Returns [blocks, B, heads, head_dim].
+    """
+    if implementation == "split":
+        return _SplitAttention.apply(query, context_key, context_value, block_key, block_value, layout, window)
+    form = {"flex": _flex_attention, "dense": _dense_attention}[implementation]
+    key = torch.cat([context_key, block_key.flatten(0, 1)])
+    value = torch.cat([context_value, block_value.flatten(0, 1)])
+    return form(query.flatten(0, 1), key, value, layout, window).view_as(query)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Neighbouring blocks of one row that are computed together, and the packed context tokens they read."""
+
+    blocks: slice
+    keys: slice
+    first_position: int
+
+
+def _groups(layout: BlockLayout, window: int | None, heads: int) -> Iterator[_Group]:
+    for row, row_start in enumerate(layout.context_offsets[:-1]):
+        start, row_end = layout.block_offsets[row : row + 2]
+        while start < row_end:
+            first = 0 if window is None else max(0, layout.anchor_list[start] - window + 1)
+            end = start + 1
+            while end < row_end:
+                scores = (end + 1 - start) * heads * layout.block_size * (layout.anchor_list[end] - first)
+                if scores > SCORES_PER_GROUP:
+                    break
+                end += 1
+            last = layout.anchor_list[end - 1]
+            yield _Group(slice(start, end), slice(row_start + first, row_start + last), first)
+            start = end
+
+
+def _by_kv_head(tensor: Tensor, kv_heads: int) -> Tensor:
+    """[blocks, B, heads, d] -> [kv_heads, blocks, repeats * B, d], so that grouped heads need no copied keys."""
+    blocks, block_size, heads, head_dim = tensor.shape
+    grouped = tensor.view(blocks, block_size, kv_heads, heads // kv_heads, head_dim).permute(2, 0, 3, 1, 4)
+    return grouped.reshape(kv_heads, blocks, -1, head_dim)
+
+
+def _from_kv_head(tensor: Tensor, block_size: int) -> Tensor:
+    """The inverse of `_by_kv_head`."""
+    kv_heads, blocks, _, head_dim = tensor.shape
+    grouped = tensor.view(kv_heads, blocks, -1, block_size, head_dim).permute(1, 3, 0, 2, 4)
+    return grouped.reshape(blocks, block_size, -1, head_dim)
+
+
+def _hide(scores: Tensor, layout: BlockLayout, group: _Group, window: int | None) -> None:
+    """Set the scores [kv_heads, blocks, repeats, B, keys + B] that a slot may not see to -inf, in place."""
+    anchors = layout.anchors[group.blocks]
+    keys = group.keys.stop - group.keys.start
+    sure = layout.anchor_list[group.blocks.start] - group.first_position if window is None else 0
+    if sure < keys:
+        positions = torch.arange(group.first_position + sure, group.first_position + keys, device=anchors.device)
+        hidden = positions >= anchors[:, None, None]
+        if window is not None:
+            oldest = layout.slot_positions[group.blocks] - (window - 1)
+            hidden = hidden | (positions < oldest[:, :, None])
+        scores[..., sure:keys].masked_fill_(hidden[:, None], -torch.inf)
+    if window is not None:
+        slots = torch.arange(layout.block_size, device=anchors.device)
+        scores[..., keys:].masked_fill_(slots > slots[:, None], -torch.inf)
+
+
+def _group_scores(
+    query: Tensor,
+    context_key: Tensor,
+    block_key: Tensor,
+    layout: BlockLayout,
+    group: _Group,
+    window: int | None,
+) -> Tensor:
+    """Scaled and masked fp32 scores [kv_heads, blocks, repeats * B, keys + B] of one group.
+
+    query: [kv_heads, blocks, repeats * B, d], context_key [kv_heads, keys, d], block_key [kv_heads, blocks, B, d].
+    """
+    kv_heads, blocks, queries, head_dim = query.shape
+    context = query.reshape(kv_heads, blocks * queries, head_dim) @ context_key.mT
+    own = query @ block_key.mT
+    scores = torch.cat([context.view(kv_heads, blocks, queries, -1), own], dim=-1).float()
+    scores *= head_dim**-0.5
+    _hide(scores.view(kv_heads, blocks, -1, layout.block_size, scores.shape[-1]), layout, group, window)
+    return scores
+
+
+class _SplitAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, context_key, context_value, block_key, block_value, layout, window):
+        kv_heads, heads = context_key.shape[1], query.shape[2]
+        grouped_query = _by_kv_head(query, kv_heads)
+        keys, values = context_key.transpose(0, 1), context_value.transpose(0, 1)  # [kv_heads, tokens, d]
+        own_keys, own_values = block_key.permute(2, 0, 1, 3), block_value.permute(2, 0, 1, 3)
+        output = torch.empty_like(grouped_query)
+        log_sum_exp = torch.empty(grouped_query.shape[:3], device=query.device)
+        for group in _groups(layout, window, heads):
+            blocks = group.blocks
+            scores = _group_scores(
+                grouped_query[:, blocks], keys[:, group.keys], own_keys[:, blocks], layout, group, window
+            )
+            highest = scores.amax(-1, keepdim=True)
+            scores.sub_(highest).exp_()
+            total = scores.sum(-1, keepdim=True)
+            log_sum_exp[:, blocks] = (highest + total.log())[..., 0]
+            scores /= total
+            output[:, blocks] = _weighted(scores.to(query.dtype), values[:, group.keys], own_values[:, blocks])
+        ctx.save_for_backward(grouped_query, context_key, context_value, block_key, block_value, output, log_sum_exp)
+        ctx.layout, ctx.window, ctx.heads = layout, window, heads
+        return _from_kv_head(output, layout.block_size)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        query, context_key, context_value, block_key, block_value, output, log_sum_exp = ctx.saved_tensors
+        layout, window = ctx.layout, ctx.window
+        keys, values = context_key.transpose(0, 1), context_value.transpose(0, 1)
+        own_keys, own_values = block_key.permute(2, 0, 1, 3), block_value.permute(2, 0, 1, 3)
+        grad_output = _by_kv_head(grad_output.contiguous(), keys.shape[0])
+        inner = (grad_output.float() * output.float()).sum(-1, keepdim=True)
+        grad_query = torch.empty_like(query)
+        grad_keys = torch.zeros(keys.shape, device=keys.device)  # fp32: many groups add to one key
+        grad_values = torch.zeros(values.shape, device=values.device)
+        grad_own_keys = torch.empty(own_keys.shape, dtype=query.dtype, device=query.device)
+        grad_own_values = torch.empty_like(grad_own_keys)
+        scale = query.shape[-1] ** -0.5
+        for group in _groups(layout, window, ctx.heads):
+            blocks, context = group.blocks, group.keys
+            seen = context.stop - context.start
+            group_query, group_grad = query[:, blocks], grad_output[:, blocks]
+            probabilities = _group_scores(group_query, keys[:, context], own_keys[:, blocks], layout, group, window)
+            probabilities.sub_(log_sum_exp[:, blocks, :, None]).exp_()
+            grad_scores = _pair_scores(group_grad, values[:, context], own_values[:, blocks]).float()
+            grad_scores.sub_(inner[:, blocks]).mul_(probabilities).mul_(scale)
+            probabilities, grad_scores = probabilities.to(query.dtype), grad_scores.to(query.dtype)
+            grad_query[:, blocks] = _weighted(grad_scores, keys[:, context], own_keys[:, blocks])
+            grad_keys[:, context] += _flat(grad_scores[..., :seen]).mT @ _flat(group_query)
+            grad_values[:, context] += _flat(probabilities[..., :seen]).mT @ _flat(group_grad)
+            grad_own_keys[:, blocks] = grad_scores[..., seen:].mT @ group_query
+            grad_own_values[:, blocks] = probabilities[..., seen:].mT @ group_grad
+        return (
+            _from_kv_head(grad_query, layout.block_size),
+            grad_keys.transpose(0, 1).to(query.dtype),
+            grad_values.transpose(0, 1).to(query.dtype),
+            grad_own_keys.permute(1, 2, 0, 3),
+            grad_own_values.permute(1, 2, 0, 3),
+            None,
+            None,
+        )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[kv_heads, blocks, queries, n] -> [kv_heads, blocks * queries, n]."""
+    return tensor.flatten(1, 2)
+
+
+def _pair_scores(query: Tensor, context: Tensor, own: Tensor) -> Tensor:
+    """Products of query [kv_heads, blocks, queries, d] with context [kv_heads, keys, d] and own [.., blocks, B, d]."""
+    context_scores = (_flat(query) @ context.mT).view(*query.shape[:3], -1)
+    return torch.cat([context_scores, query @ own.mT], dim=-1)
+
+
+def _weighted(weights: Tensor, context: Tensor, own: Tensor) -> Tensor:
+    """Sum of context [kv_heads, keys, d] and own [kv_heads, blocks, B, d] under weights [.., queries, keys + B]."""
+    keys = context.shape[1]
+    from_context = (_flat(weights[..., :keys]) @ context).view(*weights.shape[:3], -1)
+    return from_context + weights[..., keys:] @ own
+
+
+def _is_visible(layout: BlockLayout, window: int | None, query: Tensor, key: Tensor) -> Tensor:
+    """Whether packed query slots see packed keys (context tokens, then block slots); indices broadcast."""
+    tokens, size = layout.context_offsets[-1], layout.block_size
+    block, slot = query // size, query % size
+    token, other = key.clamp(max=max(tokens - 1, 0)), (key - tokens).clamp(min=0)
+    position, anchor = layout.context_positions[token], layout.anchors[block]
+    context = (key < tokens) & (layout.context_rows[token] == layout.block_rows[block]) & (position < anchor)
+    own = (key >= tokens) & (other // size == block)
+    if window is not None:
+        context = context & (position >= anchor + slot - (window - 1))
+        own = own & (other % size <= slot)
+    return context | own
+
+
+def _dense_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, window: int | None) -> Tensor:
+    queries = torch.arange(query.shape[0], device=query.device)
+    keys = torch.arange(key.shape[0], device=query.device)
+    mask = _is_visible(layout, window, queries[:, None], keys)
+    heads_first = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+    return output.transpose(0, 1)
+
+
+def _flex_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, window: int | None) -> Tensor:
+    def visible(batch, head, query_index, key_index):
+        return _is_visible(layout, window, query_index, key_index)
+
+    mask = create_block_mask(visible, None, None, query.shape[0], key.shape[0], device=query.device)
+    heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    attend = _compiled_flex_attention if query.is_cuda else flex_attention
+    return attend(*heads_first, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+_compiled_flex_attention = torch.compile(flex_attention, dynamic=True)
