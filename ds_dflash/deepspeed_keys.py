@@ -1,14 +1,16 @@
 """The top-level keys of ds_config.json: DeepSpeed's own, and those of them that this trainer can honour.
 
 DeepSpeed passes over a misspelt top-level key in silence, so its names are written down here (as of 0.19.8; a
-test compares them with the installed one) and anything else is an error. The blocks that configure the drafter's
-engine are checked value by value; the rest is handed on as it is. DeepSpeed itself is not imported: that takes
-seconds.
+test compares them with the installed one) and anything else is an error. The blocks that configure the
+drafter's engine are checked value by value, the rest is handed on as it is. DeepSpeed itself is not imported:
+that takes seconds.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ds_dflash.setting_errors import nearest_or_all, shown
 
 REFUSED_KEYS = {
     "train_batch_size": (
@@ -52,7 +54,7 @@ REFUSED_KEYS = {
     ),
 }
 
-DEEPSPEED_OPTIMIZERS = frozenset({"adagrad", "adam", "adamw", "lion", "muadam", "muadamw", "muon", "musgd"})
+DEEPSPEED_OPTIMIZERS = frozenset({"Adagrad", "Adam", "AdamW", "Lion", "MuAdam", "MuAdamW", "Muon", "MuSGD"})
 TORCH_OPTIMIZERS = frozenset(
     {"ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )  # DeepSpeed looks other names up in torch.optim, and asks for zero_allow_untested_optimizer
@@ -67,16 +69,24 @@ ADAM_PARAMS = frozenset(
         "adam_w_mode",
         "torch_adam",
         "foreach",
+        "fused",
+        "maximize",
         "fp32_optimizer_states",
         "set_grad_none",
     }
 )
 
 
-class DeepSpeedBlock(BaseModel):
-    """A JSON object whose names and kinds of value are DeepSpeed's; numbers are read as leniently as there."""
+Count = Annotated[int, Field(ge=0, strict=False)]  # DeepSpeed's sizes are often written as 5e8
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+class DeepSpeedBlock(BaseModel):
+    """A JSON object whose names and kinds of value are DeepSpeed's.
+
+    Only checked, never read: what is handed on is the object as the user wrote it, so defaults have no effect.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class OptimizerBlock(DeepSpeedBlock):
@@ -88,13 +98,11 @@ class OptimizerBlock(DeepSpeedBlock):
     @classmethod
     def _known_type(cls, name: str) -> str:
         if name.lower() == "lamb":
+            raise ValueError("optimizer.type Lamb needs the loss scaling of fp16, which is not supported: use AdamW")
+        if name.lower() not in map(str.lower, DEEPSPEED_OPTIMIZERS) and name not in TORCH_OPTIMIZERS:
             raise ValueError(
-                "optimizer.type Lamb needs the loss scaling of fp16, which is not supported: use AdamW"
-            )
-        if name.lower() not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
-            raise ValueError(
-                f'optimizer.type is "{name}", which DeepSpeed does not know: it knows AdamW, Adam, '
-                f"{', '.join(sorted(DEEPSPEED_OPTIMIZERS - {'adam', 'adamw'}) + sorted(TORCH_OPTIMIZERS))}"
+                f'optimizer.type is "{name}", which DeepSpeed does not know: '
+                f"{nearest_or_all(name, DEEPSPEED_OPTIMIZERS | TORCH_OPTIMIZERS)}"
             )
         return name
 
@@ -102,14 +110,12 @@ class OptimizerBlock(DeepSpeedBlock):
     @classmethod
     def _learning_rate(cls, params: dict[str, Any]) -> dict[str, Any]:
         if "max_grad_norm" in params:
-            raise ValueError(
-                "optimizer.params.max_grad_norm is not supported: gradient_clipping takes its place"
-            )
+            raise ValueError("optimizer.params.max_grad_norm is not supported: gradient_clipping takes its place")
         if "lr" not in params:
             raise ValueError("optimizer.params.lr is missing: the learning rate at the end of the warmup")
         rate = params["lr"]
         if isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
-            raise ValueError(f"optimizer.params.lr is {rate!r}, but must be a number above 0")
+            raise ValueError(f"optimizer.params.lr is {shown(rate)}, but must be a number above 0")
         return params
 
 
@@ -129,7 +135,7 @@ class Fp16Block(DeepSpeedBlock):
     def _off(cls, block: Any) -> Any:
         if isinstance(block, dict) and block.get("enabled"):
             raise ValueError(
-                "fp16.enabled is true, but loss scaling does not go with a loss normalised over a whole update: "
+                "fp16.enabled is true, but its loss scaling does not go with a loss normalised over an update: "
                 "use bf16, or neither for fp32"
             )
         return {}  # its other settings have no effect while it is off
@@ -145,13 +151,13 @@ class WandbBlock(DeepSpeedBlock):
 class ZeroBlock(DeepSpeedBlock):
     """`stage` is the drafter engine's; the `stage3_*` keys tune the target's ZeRO-3."""
 
-    stage: int = Field(default=1, strict=True)
+    stage: int = 1
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
-    reduce_bucket_size: int = Field(default=0, gt=0)
+    reduce_bucket_size: Count = 0
     use_multi_rank_bucket_allreduce: bool = True
     allgather_partitions: bool = True
-    allgather_bucket_size: int = Field(default=0, ge=0)
+    allgather_bucket_size: Count = 0
     overlap_comm: bool = False
     compute_grad_norm: bool = True
     load_from_fp32_weights: bool = True
@@ -159,21 +165,21 @@ class ZeroBlock(DeepSpeedBlock):
     offload_param: dict[str, Any] | None = None
     offload_optimizer: dict[str, Any] | None = None
     zenflow: dict[str, Any] | None = None
-    sub_group_size: int = Field(default=0, ge=0)
-    stage3_prefetch_bucket_size: int = Field(default=0, ge=0)
-    stage3_param_persistence_threshold: int = Field(default=0, ge=0)
-    stage3_model_persistence_threshold: int = Field(default=0, ge=0)
-    stage3_max_live_parameters: int = Field(default=0, ge=0)
-    stage3_max_reuse_distance: int = Field(default=0, ge=0)
+    sub_group_size: Count = 0
+    stage3_prefetch_bucket_size: Count = 0
+    stage3_param_persistence_threshold: Count = 0
+    stage3_model_persistence_threshold: Count = 0
+    stage3_max_live_parameters: Count = 0
+    stage3_max_reuse_distance: Count = 0
     stage3_gather_16bit_weights_on_model_save: bool = False
-    stage3_module_granularity_threshold: int = 0
+    stage3_module_granularity_threshold: Count = 0
     stage3_use_all_reduce_for_fetch_params: bool = False
     stage3_allgather_sequential: bool = False
     ignore_unused_parameters: bool = True
     legacy_stage1: bool = False
     round_robin_gradients: bool = False
     parameter_alignment: bool = False
-    zero_hpz_partition_size: int = Field(default=1, ge=0)
+    zero_hpz_partition_size: Count = 0
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False
     zero_quantized_gradients: bool = False
@@ -189,17 +195,13 @@ class ZeroBlock(DeepSpeedBlock):
     def _what_uneven_micro_batches_allow(self) -> "ZeroBlock":
         if self.stage not in (0, 1):
             raise ValueError(
-                f"zero_optimization.stage is {self.stage}, but must be 1: from stage 2 on every backward reduces "
-                "gradients, and drafter ranks have unequal numbers of them (target.sharding shards the target)"
+                f"zero_optimization.stage is {self.stage}, but must be 1 (or 0 without bf16): from stage 2 on every "
+                "backward reduces gradients, and drafter ranks have unequal numbers of them"
             )
         if self.overlap_comm:
-            raise ValueError(
-                "zero_optimization.overlap_comm is true, but DeepSpeed offers it from stage 2 on only"
-            )
+            raise ValueError("zero_optimization.overlap_comm is true, but DeepSpeed offers it from stage 2 on only")
         if not self.compute_grad_norm:
-            raise ValueError(
-                "zero_optimization.compute_grad_norm is false, but grad_norm is one of the metrics"
-            )
+            raise ValueError("zero_optimization.compute_grad_norm is false, but grad_norm is one of the metrics")
         return self
 
 
@@ -208,6 +210,16 @@ class DataTypesBlock(DeepSpeedBlock):
     param_dtype: str | None = None
     buffer_dtype: str | None = None
     keep_in_fp32_modules: Literal["auto"] | list[str] = "auto"
+
+
+class CheckpointBlock(DeepSpeedBlock):
+    """Of DeepSpeed's `checkpoint`, all but `writer`: its asynchronous writers failed when they were tried."""
+
+    tag_validation: str = "Warn"
+    checkpoint_serialization: bool = True
+    load_universal: bool = False
+    use_node_local_storage: bool = False
+    parallel_write: dict[str, Any] = {}
 
 
 class DeepSpeedKeys(DeepSpeedBlock):
@@ -231,7 +243,7 @@ class DeepSpeedKeys(DeepSpeedBlock):
     communication_data_type: Literal["fp16", "bf16", "fp32"] | None = None
     seq_parallel_communication_data_type: Literal["fp16", "bf16", "fp32"] | None = None
     prescale_gradients: bool = False
-    gradient_predivide_factor: PositiveFloat = 1.0
+    gradient_predivide_factor: float = Field(default=1.0, gt=0)
     disable_allgather: bool = False
     steps_per_print: int | None = Field(default=None, ge=1)
     wall_clock_breakdown: bool = False
@@ -242,7 +254,7 @@ class DeepSpeedKeys(DeepSpeedBlock):
     vocabulary_size: int | None = None
     activation_checkpointing: dict[str, Any] = {}
     aio: dict[str, Any] = {}
-    checkpoint: dict[str, Any] = {}
+    checkpoint: CheckpointBlock = CheckpointBlock()
     comms_logger: dict[str, Any] = {}
     flops_profiler: dict[str, Any] = {}
     timers: dict[str, Any] = {}
@@ -255,8 +267,7 @@ class DeepSpeedKeys(DeepSpeedBlock):
     def _nothing_refused(cls, keys: dict[str, Any]) -> dict[str, Any]:
         problems = [f"{key} cannot be used: {REFUSED_KEYS[key]}" for key in keys if key in REFUSED_KEYS]
         problems += [
-            f'{name} is "auto", which only Hugging Face\'s trainer resolves: give a value'
-            for name in find_auto(keys)
+            f'{name} is "auto", which only Hugging Face\'s trainer resolves: give a value' for name in find_auto(keys)
         ]
         if problems:
             raise ValueError("; ".join(problems))
@@ -266,8 +277,8 @@ class DeepSpeedKeys(DeepSpeedBlock):
     def _stage_0_has_no_fp32_accumulation(self) -> "DeepSpeedKeys":
         if self.bf16.enabled and self.zero_optimization.stage == 0:
             raise ValueError(
-                "zero_optimization.stage is 0 and bf16.enabled is true, but DeepSpeed accumulates bf16 gradients "
-                "in fp32 from stage 1 on only: set the stage to 1"
+                "zero_optimization.stage is 0 and bf16.enabled is true, but DeepSpeed accumulates bf16 "
+                "gradients in fp32 from stage 1 on only: set the stage to 1"
             )
         return self
 
@@ -276,8 +287,8 @@ class DeepSpeedKeys(DeepSpeedBlock):
         unknown = sorted(self.optimizer.params.keys() - ADAM_PARAMS)
         if unknown and self.optimizer.type.lower() in ("adam", "adamw"):
             raise ValueError(
-                f"optimizer.params.{unknown[0]} is not a parameter of {self.optimizer.type}, "
-                f"which takes {', '.join(sorted(ADAM_PARAMS))}"
+                f"optimizer.params.{unknown[0]} is not a parameter of {self.optimizer.type}: "
+                f"{nearest_or_all(unknown[0], ADAM_PARAMS)}"
             )
         return self
 

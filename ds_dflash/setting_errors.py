@@ -18,7 +18,7 @@ EXPECTED = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_type": "text",
-    "path_type": "text",
+    "is_instance_of": "text that is not empty",
     "list_type": "a list",
     "dict_type": "a JSON object",
     "model_type": "a JSON object",
@@ -31,10 +31,18 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that is most like the name, or None where none is alike."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1)
-    return matches[0] if matches else None
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The candidate that is most like the name, whatever the case, or None where none is alike."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
+
+
+def nearest_or_all(name: str, candidates: Iterable[str]) -> str:
+    """The most similar candidate as a question, or else the list of all."""
+    candidates = sorted(candidates, key=str.lower)
+    similar = nearest(name, candidates)
+    return f"did you mean {similar}?" if similar else f"the names are {', '.join(candidates)}"
 
 
 def dotted(location: Iterable[int | str]) -> str:
@@ -60,7 +68,7 @@ def expectation(error: ErrorDetails) -> str:
         case "too_short":
             return f"a list of at least {context['min_length']}"
         case kind:
-            return EXPECTED.get(kind, error["msg"])
+            return EXPECTED.get(kind, error["msg"].removeprefix("Input should be "))
 
 
 def clauses(error: ValidationError, root: type[BaseModel], places: Mapping[str, str]) -> list[str]:
@@ -81,14 +89,14 @@ def _clause(error: ErrorDetails, root: type[BaseModel], places: Mapping[str, str
 
 
 def _what_was_meant(location: tuple[int | str, ...], root: type[BaseModel], places: Mapping[str, str]) -> str:
-    """The same name in another place, else the most similar name here, else the most similar anywhere."""
+    """The same name in another place, else the most similar name here, else a very similar one anywhere."""
     *parents, name = (str(part) for part in location)
     here = _names_in(root, parents)
     if name not in places and (similar := nearest(name, here)):
         return f"did you mean {dotted([*parents, similar])}?"
-    if similar := nearest(name, places):
+    if similar := nearest(name, places, cutoff=0.75):
         return f"did you mean {places[similar]}?"
-    return f"{dotted(parents) or 'this place'} has {', '.join(here)}"
+    return f"{dotted(parents)} has {', '.join(here)}" if parents else "no setting has a name like it"
 
 
 def _names_in(root: type[BaseModel], parents: Sequence[str]) -> list[str]:
