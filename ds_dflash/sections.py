@@ -122,7 +122,9 @@ class DrafterSettings(Section):
 class DataSettings(Section):
     """What is trained on."""
 
-    train: PathText = Field(description="training data: a JSONL or Parquet file, a directory or a dataset's name")
+    train: PathText = Field(
+        description="training data: a JSONL, JSON, Parquet or Arrow file, a directory, or a name on the hub"
+    )
     validation: PathText | None = Field(default=None, description="validation data, as train; null: none of its own")
     validation_fraction: float | None = Field(
         default=None, gt=0, lt=1, description="share of the training rows held out for validation; null: none"
@@ -169,6 +171,7 @@ class BatchingSettings(Section):
     )
     bucket_edges: list[NonNegativeInt] | None = Field(
         default=None,
+        min_length=1,
         description="edges of the length buckets, in tokens, increasing, in place of num_buckets",
     )
     oversize: Literal["truncate", "drop", "error"] = Field(

@@ -210,6 +210,7 @@ BAD_SETTINGS = [
     ("drafter.head_dim=7", "drafter.head_dim is 7, but must be a multiple of 2"),
     ("topology.drafter_ranks=0", "topology.drafter_ranks is 0, but must be at least 1"),
     ("data.validation_fraction=1", "data.validation_fraction is 1, but must be below 1"),
+    ("batching.bucket_edges=[]", "batching.bucket_edges is [], but must be a list of at least 1"),
     ("target.layer_ids=[-1, 3]", "target.layer_ids.0 is -1, but must be at least 0"),
     # settings that do not go together
     ("target.layer_ids=[3, 1]", "target.layer_ids must increase strictly, but 1 follows 3"),
