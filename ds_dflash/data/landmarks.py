@@ -1,0 +1,236 @@
+"""Finds messages in a rendered conversation whose template rewrites earlier turns.
+
+Two more renderings carry marks, characters of a private plane of Unicode that no template treats specially:
+
+- the *marked* one has every message's content with marks around it (the assistant's only behind it: templates read
+  thinking off its front). Without the marks it must be the real rendering, but for white space that the template
+  strips from contents; so each mark has a place in the real rendering.
+- the *skeleton* has a mark in place of every content. What lies between two marks there is the template's alone: the
+  tail of one message and the header of the next, told apart by the skeleton of the conversation cut in between.
+
+A message ends where tail and header of the skeleton are both found at its mark. A turn's part that the target writes
+starts behind the generation prompt, or behind the header where a template leaves out of earlier turns a part of the
+prompt (an opened thinking block). Everything is compared with the real rendering and nothing is assumed: what does not
+fit has no answer. Skeletons are remembered, as most conversations of a dataset share few of them.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from ds_dflash.data.template import RENDER_ERRORS, ChatTemplate, Message
+
+FIRST_MARK = 0xF0000
+LAST_MARK = 0xFFFFD
+MARKS = re.compile(f"([{chr(FIRST_MARK)}-{chr(LAST_MARK)}])")
+
+Tools = list[dict[str, Any]] | None
+
+
+def end_mark(index: int) -> str:
+    return chr(FIRST_MARK + 2 * index)
+
+
+def start_mark(index: int) -> str:
+    return chr(FIRST_MARK + 2 * index + 1)
+
+
+class Landmarks:
+    """Places of messages in `text`, the rendering of `messages`; positions are characters, None is "not found"."""
+
+    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> None:
+        self._messages = messages
+        self._text = text
+        self._places: dict[str, int] = {}
+        self._skeleton: Skeleton | None = None
+        if 2 * len(messages) > LAST_MARK - FIRST_MARK or max(text) >= chr(FIRST_MARK):
+            return  # the marks would not be unique
+        try:
+            marked = template.render([_mark(i, message) for i, message in enumerate(messages)], tools)
+            skeleton = json.dumps([_hollow(i, message) for i, message in enumerate(messages)])
+            self._skeleton = _skeleton(template, skeleton, json.dumps(tools))
+        except RENDER_ERRORS:
+            return
+        self._places = place_marks(marked, text)
+
+    def end(self, index: int) -> int | None:
+        """Where message `index` ends, its end-of-turn token and the template's white space included."""
+        if self._skeleton is None:
+            return None
+        if index == len(self._messages) - 1:
+            return len(self._text)
+        for candidate in (self._end_from_own_mark(index), self._end_from_next_mark(index)):
+            if candidate is not None and self._behind_header(index + 1, candidate) is not None:
+                return candidate
+        return None
+
+    def written_from(self, index: int) -> int | None:
+        """Where in assistant turn `index` the target starts to write: behind the generation prompt."""
+        if self._skeleton is None:
+            return None
+        begin = 0 if index == 0 else self.end(index - 1)
+        return None if begin is None else self._behind_header(index, begin)
+
+    def _end_from_own_mark(self, index: int) -> int | None:
+        assert self._skeleton is not None
+        place, tail = self._places.get(end_mark(index)), self._skeleton.tail(index)
+        if place is None or tail is None or not self._text.startswith(tail, place):
+            return None
+        return place + len(tail)
+
+    def _end_from_next_mark(self, index: int) -> int | None:
+        assert self._skeleton is not None
+        place, header = self._places.get(start_mark(index + 1)), self._skeleton.header(index + 1)
+        if place is None or header is None or not self._text.endswith(header, 0, place):
+            return None
+        return place - len(header)
+
+    def _behind_header(self, index: int, begin: int) -> int | None:
+        assert self._skeleton is not None
+        header = self._skeleton.header(index)
+        if header is None:
+            return None
+        if self._messages[index]["role"] == "assistant":
+            prompt = self._skeleton.generation_prompt(index)
+            header = _assistant_header(header, prompt, self._text[begin:], first=index == 0)
+        if header is None or not self._text.startswith(header, begin):
+            return None
+        return begin + len(header)
+
+
+def _assistant_header(header: str, prompt: str | None, turn: str, *, first: bool) -> str | None:
+    """The part of an assistant turn's beginning that is prompt.
+
+    `header` is what the template puts before the content; an unmarked beginning of the conversation is part of it
+    for the `first` message.
+    """
+    if prompt is None:
+        return None
+    if not prompt:
+        return header if header.strip() else ""
+    if first:
+        found = header.rfind(prompt)
+        return header[: found + len(prompt)] if found >= 0 else None
+    if turn.startswith(prompt):
+        return prompt
+    return header if prompt.startswith(header) else None
+
+
+class Skeleton:
+    """The template's own text around the contents of a conversation, each content being its end mark."""
+
+    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
+        self._template = template
+        self._messages = messages
+        self._tools = tools
+        self._remembered: dict[tuple[str, int], str | None] = {}
+        self._whole = template.render(messages, tools)
+
+    def tail(self, index: int) -> str | None:
+        """What follows the content of message `index` and belongs to it."""
+        return self._remember("tail", index, self._find_tail)
+
+    def header(self, index: int) -> str | None:
+        """What precedes the content of message `index` and belongs to it."""
+        return self._remember("header", index, self._find_header)
+
+    def generation_prompt(self, index: int) -> str | None:
+        """What the generation prompt adds behind the messages before `index` (behind the first, for index 0)."""
+        return self._remember("prompt", max(index, 1), self._find_generation_prompt)
+
+    def _remember(self, kind: str, index: int, find: Callable[[int], str | None]) -> str | None:
+        if (kind, index) not in self._remembered:
+            try:
+                self._remembered[kind, index] = find(index)
+            except RENDER_ERRORS:
+                self._remembered[kind, index] = None
+        return self._remembered[kind, index]
+
+    def _find_tail(self, index: int) -> str | None:
+        _, mark, tail = self._template.render(self._messages[: index + 1], self._tools).partition(end_mark(index))
+        return tail if mark and not MARKS.search(tail) else None
+
+    def _find_header(self, index: int) -> str | None:
+        previous = end_mark(index - 1) if index else ""
+        if self._whole.count(end_mark(index)) != 1 or (previous and self._whole.count(previous) != 1):
+            return None
+        between = self._whole[: self._whole.index(end_mark(index))]
+        if previous:
+            _, mark, between = between.partition(previous)
+            tail = self.tail(index - 1)
+            if not mark or tail is None or not between.startswith(tail):
+                return None
+            between = between[len(tail) :]
+        return None if MARKS.search(between) else between
+
+    def _find_generation_prompt(self, index: int) -> str | None:
+        messages = self._messages[:index]
+        bare = self._template.render(messages, self._tools)
+        prompted = self._template.render(messages, self._tools, add_generation_prompt=True)
+        return prompted[len(bare) :] if prompted.startswith(bare) else None
+
+
+@lru_cache(maxsize=256)
+def _skeleton(template: ChatTemplate, messages: str, tools: str) -> Skeleton:
+    return Skeleton(template, json.loads(messages), json.loads(tools))
+
+
+def _hollow(index: int, message: Message) -> Message:
+    mark = end_mark(index)
+    parts = isinstance(message.get("content"), list)
+    return {**message, "content": [{"type": "text", "text": mark}] if parts else mark}
+
+
+def _mark(index: int, message: Message) -> Message:
+    """The message with marks around its content; a message without text stays unmarked."""
+    before = "" if message["role"] == "assistant" else start_mark(index)
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": before + content + end_mark(index)} if content else message
+    texts = [i for i, part in enumerate(content or ()) if isinstance(part.get("text"), str)]
+    if content is None or not texts:
+        return message
+    parts = [dict(part) for part in content]
+    parts[texts[0]]["text"] = before + parts[texts[0]]["text"]
+    parts[texts[-1]]["text"] += end_mark(index)
+    return {**message, "content": parts}
+
+
+def place_marks(marked: str, text: str) -> dict[str, int]:
+    """Places in `text` of the marks in `marked`; empty unless the two are equal but for the marks, in one way only.
+
+    Content next to its marks may have lost white space in `text`, which the mark shielded from being stripped.
+    """
+    pieces = MARKS.split(marked)
+    frontier: dict[int, tuple[int, ...]] = {0: ()}  # characters of `text` used -> the marks' places so far
+    for k in range(0, len(pieces), 2):
+        left = pieces[k - 1] if k else ""
+        right = pieces[k + 1] if k + 1 < len(pieces) else ""
+        reached: dict[int, tuple[int, ...]] = {}
+        for used, places in frontier.items():
+            for piece in _readings(pieces[k], left, right):
+                if text.startswith(piece, used):
+                    if used + len(piece) in reached:
+                        return {}
+                    reached[used + len(piece)] = (*places, used + len(piece))
+        frontier = reached
+    marks = pieces[1::2]
+    if len(text) not in frontier or len(set(marks)) != len(marks):
+        return {}
+    return dict(zip(marks, frontier[len(text)], strict=False))
+
+
+def _readings(piece: str, left: str, right: str) -> set[str]:
+    """The piece between two marks as it may stand in the real rendering."""
+    readings = {piece}
+    if right and _is_end(right):
+        readings.add(piece.rstrip())
+    if left and not _is_end(left):
+        readings |= {reading.lstrip() for reading in readings}
+    return readings
+
+
+def _is_end(mark: str) -> bool:
+    return (ord(mark) - FIRST_MARK) % 2 == 0
