@@ -16,9 +16,9 @@ Three forms give the same numbers:
     dense   one masked softmax over everything, for tests.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -287,8 +287,10 @@ def _flex_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayo
 
     mask = create_block_mask(visible, None, None, query.shape[0], key.shape[0], device=query.device)
     heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    attend = _compiled_flex_attention if query.is_cuda else flex_attention
+    attend = _compiled_flex_attention() if query.is_cuda else flex_attention
     return attend(*heads_first, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
-_compiled_flex_attention = torch.compile(flex_attention, dynamic=True)
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
@@ -31,6 +30,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from ds_dflash.accelerator import deepspeed
 from ds_dflash.config import TargetSettings
 from ds_dflash.errors import UserError
 
@@ -231,7 +231,7 @@ class Target:
         if zero is None:
             model = load_layers(checkpoint, settings, layer_ids[-1] + 1).to(device).eval()
             return cls(model, layer_ids, device)
-        dtype = _dtype(checkpoint, settings)
+        dtype = weights_dtype(checkpoint, settings)
         engine_config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {**zero, "stage": 3},
@@ -285,7 +285,7 @@ def _load(auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, set
         model, report = auto.from_pretrained(
             checkpoint.path,
             config=config,
-            dtype=_dtype(checkpoint, settings),
+            dtype=weights_dtype(checkpoint, settings),
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
             output_loading_info=True,
@@ -300,7 +300,8 @@ def _load(auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, set
     return model.requires_grad_(False)
 
 
-def _dtype(checkpoint: TargetCheckpoint, settings: TargetSettings) -> torch.dtype:
+def weights_dtype(checkpoint: TargetCheckpoint, settings: TargetSettings) -> torch.dtype:
+    """The number format of the target on its ranks, and of the features that travel."""
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
     return checkpoint.text.dtype or torch.float32

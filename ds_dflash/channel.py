@@ -1,0 +1,229 @@
+"""Hidden states from target ranks to drafter ranks, with back-pressure.
+
+Both sides walk the same plan, so a message says nothing about what it is: a target rank sends its micro-batches in plan order,
+and the drafter posts receives in that order. A target rank may have `depth` micro-batches that are not yet acknowledged;
+the drafter acknowledges one when it takes it up. Memory in flight is bounded by that on both sides. Waiting happens in one
+thread a side, because a wait inside gloo can neither be interrupted nor given up without breaking the connection.
+
+A micro-batch travels as a header (float64 [4]: sequence number, tokens, seconds the target waited, seconds it worked) and the features of
+its real tokens [tokens, width]. Empty micro-batches do not travel.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_dflash.stopping import Stopper, wait_for
+
+HEADER, PAYLOAD, ACKNOWLEDGEMENT = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A micro-batch on its way: the global rank it comes from, its real tokens."""
+
+    source: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Delivery:
+    """features: [tokens, width] on the drafter's device; seconds that the target waited and worked for it."""
+
+    features: Tensor
+    target_waited: float
+    target_worked: float
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """The group of all ranks and what carries the features over it.
+
+    group: gloo, for headers and acknowledgements; carrier: for the features (the same group, or NCCL: not verified on GPUs).
+    """
+
+    group: dist.ProcessGroup
+    carrier: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def stages_on_host(self) -> bool:
+        return self.group is self.carrier
+
+    def buffer(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Room for features where the carrier reads and writes them."""
+        if self.stages_on_host:
+            return torch.empty(tokens, width, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return torch.empty(tokens, width, dtype=dtype, device=self.device)
+
+
+class _Waiter:
+    """A thread that waits for the given works one after another and hands on what belongs to them."""
+
+    def __init__(self, name: str) -> None:
+        self.done: queue.SimpleQueue = queue.SimpleQueue()
+        self._works: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def add(self, works: list[dist.Work], item: object) -> None:
+        self._works.put((works, item))
+
+    def _run(self) -> None:
+        while True:
+            works, item = self._works.get()
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:  # gloo: a peer is gone or the timeout has passed
+                item = error
+            self.done.put(item)
+
+
+def _take(waiter: _Waiter, stopper: Stopper, timeout: float, what: str) -> object:
+    taken: list[object] = []
+
+    def ready(seconds: float) -> bool:
+        try:
+            taken.append(waiter.done.get(timeout=seconds))
+        except queue.Empty:
+            return False
+        return True
+
+    wait_for(ready, stopper, timeout, what)
+    if isinstance(taken[0], RuntimeError):
+        raise ConnectionError(f"the connection broke while waiting for {what}: {taken[0]}")
+    return taken[0]
+
+
+class Sender:
+    """A target rank's end."""
+
+    def __init__(self, bridge: Bridge, depth: int, stopper: Stopper, timeout: float) -> None:
+        self._bridge = bridge
+        self._depth = depth
+        self._stopper = stopper
+        self._timeout = timeout
+        self._waiter = _Waiter("acknowledgements")
+        self._in_flight = 0
+        self._sequence = 0
+        self._last_sent = time.monotonic()
+
+    def send(self, features: Tensor, drafter_rank: int) -> None:
+        """Send features [tokens, width] to a global rank; waits for credit first.
+
+        Raises StopRequestedError, TimeoutError, ConnectionError.
+        """
+        started = time.monotonic()
+        worked = started - self._last_sent
+        while self._in_flight >= self._depth:
+            self._take_acknowledgement()
+        self._last_sent = time.monotonic()
+        header = torch.tensor([self._sequence, len(features), self._last_sent - started, worked], dtype=torch.float64)
+        payload = self._bridge.buffer(*features.shape, features.dtype)
+        payload.copy_(features)
+        group, carrier = self._bridge.group, self._bridge.carrier
+        answer = torch.empty(1, dtype=torch.float64)
+        works = [
+            carrier.send([payload.view(torch.uint8)], drafter_rank, PAYLOAD),
+            group.send([header], drafter_rank, HEADER),
+            group.recv([answer], drafter_rank, ACKNOWLEDGEMENT),
+        ]
+        self._waiter.add(works, (self._sequence, drafter_rank, answer, header, payload))
+        self._in_flight += 1
+        self._sequence += 1
+
+    def finish(self) -> None:
+        """Wait until everything sent is acknowledged."""
+        while self._in_flight:
+            self._take_acknowledgement()
+
+    def _take_acknowledgement(self) -> None:
+        item = _take(self._waiter, self._stopper, self._timeout, "the drafter to take up a micro-batch")
+        sequence, _, answer, *_ = item  # type: ignore[misc]
+        assert int(answer) == sequence, "acknowledgements out of order"
+        self._in_flight -= 1
+
+
+class Receiver:
+    """A drafter rank's end: receives `parcels` in their order, up to `depth` ahead from every source.
+
+    width, dtype: of the features as they travel.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        parcels: Iterable[Parcel],
+        depth: int,
+        width: int,
+        dtype: torch.dtype,
+        stopper: Stopper,
+        timeout: float,
+    ) -> None:
+        self._bridge = bridge
+        self._parcels: Iterator[Parcel] = iter(parcels)
+        self._next = next(self._parcels, None)
+        self._depth = depth
+        self._width, self._dtype = width, dtype
+        self._stopper = stopper
+        self._timeout = timeout
+        self._waiter = _Waiter("features")
+        self._posted: deque[Parcel] = deque()
+        self._sequences: dict[int, int] = {}
+        self._acknowledgements: deque[tuple[dist.Work, Tensor]] = deque()
+        self._acknowledger = _Waiter("sent acknowledgements")
+        self._unconfirmed = 0
+
+    def receive(self) -> Delivery:
+        """The next micro-batch. Raises StopRequestedError, TimeoutError, ConnectionError."""
+        self._post()
+        parcel = self._posted[0]
+        what = f"features from rank {parcel.source}"
+        header, payload, work = _take(self._waiter, self._stopper, self._timeout, what)  # type: ignore[misc]
+        if work is not None:
+            work.wait()
+        sequence, tokens, waited, worked = header.tolist()
+        expected = self._sequences.get(parcel.source, 0)
+        assert (sequence, tokens) == (expected, parcel.tokens), "the two roles do not walk the same plan"
+        self._sequences[parcel.source] = expected + 1
+        features = payload.to(self._bridge.device, non_blocking=False)
+        self._posted.popleft()
+        self._acknowledge(parcel.source, sequence)
+        self._post()
+        return Delivery(features, waited, worked)
+
+    def finish(self) -> None:
+        """Wait until all acknowledgements are on their way."""
+        while self._unconfirmed:
+            _take(self._acknowledger, self._stopper, self._timeout, "acknowledgements to be taken")
+            self._unconfirmed -= 1
+
+    def _post(self) -> None:
+        while self._next is not None and self._in_flight(self._next.source) < self._depth:
+            parcel, self._next = self._next, next(self._parcels, None)
+            header = torch.empty(4, dtype=torch.float64)
+            payload = self._bridge.buffer(parcel.tokens, self._width, self._dtype)
+            carried = self._bridge.carrier.recv([payload.view(torch.uint8)], parcel.source, PAYLOAD)
+            works = [self._bridge.group.recv([header], parcel.source, HEADER)]
+            if self._bridge.stages_on_host:
+                works.append(carried)
+            self._waiter.add(works, (header, payload, None if self._bridge.stages_on_host else carried))
+            self._posted.append(parcel)
+
+    def _in_flight(self, source: int) -> int:
+        return sum(parcel.source == source for parcel in self._posted)
+
+    def _acknowledge(self, source: int, sequence: float) -> None:
+        answer = torch.tensor([sequence], dtype=torch.float64)
+        self._acknowledger.add([self._bridge.group.send([answer], source, ACKNOWLEDGEMENT)], answer)
+        self._unconfirmed += 1
+        while not self._acknowledger.done.empty():
+            self._acknowledger.done.get()
+            self._unconfirmed -= 1

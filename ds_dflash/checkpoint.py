@@ -1,0 +1,127 @@
+"""Checkpoints: one directory a save, whole or absent.
+
+    checkpoints/step-000123/
+        engine/         DeepSpeed's files: fp32 masters and optimizer state, a part from each drafter rank
+        drafter/        the weights in the serving format
+        progress.json   updates done, position in the data, learning-rate curve, random state, W&B run
+        manifest.json   every file with its size: what makes the directory whole
+
+All is written under a hidden name, synchronised to disk and renamed, so a save that was cut short never looks finished.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_dflash.errors import UserError
+from ds_dflash.export import write_drafter
+
+ENGINE_TAG = "engine"
+
+
+@dataclass
+class Progress:
+    """What the drafter has consumed; the same on every rank.
+
+    update: optimizer updates done; position: `batching.Position` as a dict; fingerprint: the sampler's;
+    curve: segments of the learning-rate curve; wandb_id: the W&B run; random_state: torch's on the CPU, as hexadecimal digits.
+    """
+
+    update: int = 0
+    position: dict[str, Any] = field(default_factory=dict)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    curve: list[list[float]] = field(default_factory=list)
+    wandb_id: str | None = None
+    random_state: str = ""
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Progress":
+        return cls(**json.loads((checkpoint / "progress.json").read_text()))
+
+
+def save_checkpoint(engine: Any, directory: Path, progress: Progress, keep: int) -> Path:
+    """Write `directory/step-...` from all drafter ranks (a collective call) and prune to the `keep` newest.
+
+    directory: on a file system that all drafter ranks share.
+    """
+    final = directory / f"step-{progress.update:06d}"
+    writing = directory / f".{final.name}.writing"
+    is_first = dist.get_rank() == 0
+    progress.random_state = torch.get_rng_state().numpy().tobytes().hex()
+    if is_first:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+    dist.barrier()
+    engine.save_checkpoint(str(writing), tag=ENGINE_TAG, save_latest=False)
+    dist.barrier()
+    if is_first:
+        drafter = engine.module
+        write_drafter(drafter.state_dict(), drafter.config, writing / "drafter")
+        (writing / "progress.json").write_text(json.dumps(asdict(progress)))
+        _finish(writing, final)
+        _prune(directory, keep)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(engine: Any, checkpoint: Path) -> None:
+    """Load the drafter engine's part of a checkpoint; raises UserError where it does not fit."""
+    saved_ranks = len(list((checkpoint / ENGINE_TAG).glob("*optim_states.pt")))
+    if saved_ranks != dist.get_world_size():
+        raise UserError(
+            f"{checkpoint} was saved by {saved_ranks} drafter ranks and this run has {dist.get_world_size()}:"
+            " resume with the same number of drafter ranks."
+        )
+    loaded, _ = engine.load_checkpoint(str(checkpoint), tag=ENGINE_TAG, load_lr_scheduler_states=False)
+    assert loaded is not None, f"DeepSpeed found no checkpoint in {checkpoint}"
+    random_state = bytearray.fromhex(Progress.read(checkpoint).random_state)
+    torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest whole checkpoint of a run's `checkpoints` directory."""
+    found = sorted(directory.glob("step-*"), reverse=True)
+    return next((checkpoint for checkpoint in found if is_whole(checkpoint)), None)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether every file that the manifest lists is there in its size."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        return all((checkpoint / name).stat().st_size == size for name, size in manifest.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _finish(writing: Path, final: Path) -> None:
+    files = [path for path in writing.rglob("*") if path.is_file()]
+    manifest = {str(path.relative_to(writing)): path.stat().st_size for path in sorted(files)}
+    (writing / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    for path in [*files, writing / "manifest.json"]:
+        _synchronise(path)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(writing, final)
+    _synchronise(final.parent)
+
+
+def _synchronise(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _prune(directory: Path, keep: int) -> None:
+    """Remove all but the `keep` newest whole checkpoints; what is not whole goes only when it is older than those."""
+    whole = sorted(checkpoint for checkpoint in directory.glob("step-*") if is_whole(checkpoint))
+    oldest_kept = whole[-keep:][0]
+    for checkpoint in directory.glob("step-*"):
+        if checkpoint.name < oldest_kept.name:
+            shutil.rmtree(checkpoint)

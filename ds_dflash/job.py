@@ -1,0 +1,279 @@
+"""A job: everything that all ranks know alike before the first forward, and the walk through its updates.
+
+Settings, target, data and batches are opened and checked here, so that a user's mistake ends every rank within seconds, before any
+process group exists. The walk is what both roles follow: no message says what comes next.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
+
+from ds_dflash.batching import BatchSampler, EpochPlan, PlanSettings, Position
+from ds_dflash.checkpoint import Progress
+from ds_dflash.config import Settings
+from ds_dflash.data import prepare
+from ds_dflash.data.subset import Rows, hold_out
+from ds_dflash.drafter import make_config
+from ds_dflash.errors import UserError
+from ds_dflash.export import read_drafter_config
+from ds_dflash.target import TargetCheckpoint, open_target
+from ds_dflash.topology import Roles
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One optimizer update, or one step of a validation pass, of a plan.
+
+    number: optimizer updates done when it is done (counted from 1 over all epochs); index: in its epoch's plan.
+    """
+
+    number: int
+    plan: EpochPlan
+    index: int
+    validates: bool = False
+
+    @cached_property
+    def rounds(self) -> list[list[np.ndarray]]:
+        """Sample ids [rounds][target ranks], some possibly empty."""
+        return self.plan.update(self.index)
+
+    @property
+    def epoch(self) -> int:
+        return self.plan.epoch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends its plan."""
+        return self.index + 1 == self.plan.num_updates
+
+    def micro_batches(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(t, sample ids) in plan order, t = round * ranks + rank."""
+        ranks = self.plan.ranks
+        for turn, micro_batches in enumerate(self.rounds):
+            for rank, samples in enumerate(micro_batches):
+                yield turn * ranks + rank, samples
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What a run trains on and how, the same on every rank."""
+
+    settings: Settings
+    roles: Roles
+    target: TargetCheckpoint
+    drafter_config: Qwen3Config
+    dataset: Rows
+    sampler: BatchSampler
+    validation: Rows | None
+    validation_sampler: BatchSampler | None
+
+    @classmethod
+    def open(cls, settings: Settings, roles: Roles) -> "Job":
+        """Open and check everything; raises UserError. The first process to need the data prepares it."""
+        target = open_target(settings.target)
+        tokenizer = load_tokenizer(target, settings)
+        config = drafter_config(settings, target, tokenizer)
+        dataset: Rows = _prepare(settings, settings.data.train, target)
+        validation: Rows | None = None
+        if settings.data.validation is not None:
+            validation = _prepare(settings, settings.data.validation, target)
+        elif settings.data.validation_fraction is not None:
+            dataset, validation = hold_out(dataset, settings.data.validation_fraction, settings.training.seed)
+        plan = _plan_settings(settings, target)
+        rounds = settings.gradient_accumulation_steps
+        sampler = BatchSampler(dataset.lengths, plan, ranks=roles.targets, rounds=rounds)
+        validation_sampler = None
+        if validation is not None:
+            validation_sampler = BatchSampler(validation.lengths, plan, ranks=roles.targets, rounds=rounds)
+        return cls(settings, roles, target, config, dataset, sampler, validation, validation_sampler)
+
+    @property
+    def layer_ids(self) -> list[int]:
+        return self.drafter_config.dflash_config["target_layer_ids"]
+
+    @property
+    def feature_width(self) -> int:
+        return len(self.layer_ids) * self.drafter_config.hidden_size
+
+    def ids(self, samples: np.ndarray, update: Update | None = None) -> list[np.ndarray]:
+        """Token ids int64 [length] of samples of the training data, or of the data of `update`."""
+        data = self.dataset if update is None else self.data_of(update)
+        return [ids for ids, _ in data.rows(samples)]
+
+    def heaviest(self) -> np.ndarray:
+        """Sample ids of the micro-batch with most padded tokens of the first epoch."""
+        return self.plan(self.sampler.start()).heaviest()
+
+    def data_of(self, update: Update) -> Rows:
+        """The dataset that the sample ids of an update refer to."""
+        data = self.validation if update.validates else self.dataset
+        assert data is not None
+        return data
+
+    def ends_at(self, update: int, position: Position) -> bool:
+        """Whether a run that has done `update` updates and stands at `position` is finished."""
+        training = self.settings.training
+        return position.epoch >= training.num_epochs or (
+            training.max_updates is not None and update >= training.max_updates
+        )
+
+    def walk(self, progress: Progress) -> Iterator[Update]:
+        """All updates from `progress` on, each followed by the validation pass that is due after it."""
+        done, position = progress.update, self.position(progress)
+        while not self.ends_at(done, position):
+            plan = self.plan(position)
+            for index in range(position.update, plan.num_updates):
+                done += 1
+                yield Update(done, plan, index)
+                position = plan.position_after(index)
+                if self._validates_after(done, position):
+                    yield from self.validation_pass(done)
+                if self.ends_at(done, position):
+                    return
+
+    def position(self, progress: Progress) -> Position:
+        """Where the data stands."""
+        if not progress.position:
+            return self.sampler.start()
+        return self.sampler.resume(Position.from_dict(progress.position))
+
+    @lru_cache(maxsize=2)  # noqa: B019: a process has one job
+    def plan(self, position: Position) -> EpochPlan:
+        """The epoch that a position is in; the drafter's two walks share it."""
+        return self.sampler.plan(position)
+
+    def validation_pass(self, done: int) -> Iterator[Update]:
+        """The same validation batches every time."""
+        assert self.validation_sampler is not None
+        plan = _validation_plan(self.validation_sampler)
+        for index in range(plan.num_updates):
+            yield Update(done, plan, index, validates=True)
+
+    def _validates_after(self, done: int, position: Position) -> bool:
+        every = self.settings.training.evaluate_every
+        if not every or self.validation is None:
+            return False
+        return done % every == 0 or self.ends_at(done, position)
+
+    def updates_after(self, done: int, position: Position) -> int:
+        """Updates that are left, exact for the epochs that are cheap to plan; the current epoch stands in for others."""
+        training = self.settings.training
+        if self.ends_at(done, position):
+            return 0
+        plan = self.plan(position)
+        left = plan.num_updates - position.update
+        later = range(position.epoch + 1, training.num_epochs)
+        if len(self.dataset) * training.num_epochs <= CHEAP_SAMPLES:
+            left += sum(self.sampler.count_updates(epoch) for epoch in later)
+        else:
+            left += len(later) * self.sampler.estimate_updates(position.epoch)
+        if training.max_updates is not None:
+            left = min(left, training.max_updates - done)
+        return left
+
+
+CHEAP_SAMPLES = 20_000_000
+"""Samples, over all epochs, up to which every epoch is counted ahead (about 0.2 s a million)."""
+
+
+@lru_cache(maxsize=1)
+def _validation_plan(sampler: BatchSampler) -> EpochPlan:
+    return sampler.plan(sampler.start())
+
+
+def load_tokenizer(target: TargetCheckpoint, settings: Settings) -> PreTrainedTokenizerBase:
+    """The target's tokenizer; raises UserError."""
+    try:
+        return AutoTokenizer.from_pretrained(target.path, trust_remote_code=settings.target.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"The tokenizer of target.path {target.path} cannot be loaded: {reason}") from None
+
+
+def drafter_config(
+    settings: Settings, target: TargetCheckpoint, tokenizer: PreTrainedTokenizerBase | None
+) -> Qwen3Config:
+    """The configuration of the drafter that the settings ask for, or of the one it starts from."""
+    drafter = settings.drafter
+    layer_ids = target.layer_ids(settings.target.layer_ids, drafter.num_hidden_layers)
+    mask_token_id = target.mask_token_id(drafter.mask_token_id, tokenizer)
+    config = make_config(drafter, target.text, layer_ids, mask_token_id)
+    if drafter.init_from is not None:
+        _check_same_shape(config, read_drafter_config(Path(drafter.init_from)), drafter.init_from)
+    return config
+
+
+SHAPE_FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "block_size",
+    "layer_types",
+    "sliding_window",
+    "dflash_config",
+)
+
+
+def _check_same_shape(config: Qwen3Config, given: Qwen3Config, directory: str) -> None:
+    for name in SHAPE_FIELDS:
+        if getattr(config, name) != getattr(given, name):
+            raise UserError(
+                f"drafter.init_from {directory} has {name} {getattr(given, name)}, but the settings ask for"
+                f" {getattr(config, name)}: make them equal."
+            )
+
+
+def _prepare(settings: Settings, source: str, target: TargetCheckpoint) -> Rows:
+    data, batching = settings.data, settings.batching
+    max_length = data.max_length
+    if batching.oversize == "truncate":  # cut here, so that the row accounting sees what is lost
+        max_length = min(max_length, batching.token_budget)
+    return prepare(
+        source,
+        tokenizer_path=target.path,
+        max_length=max_length,
+        supervise=data.supervise,
+        chat_template=data.chat_template,
+        cache_dir=data.cache_dir,
+        num_proc=data.num_proc,
+        vocab_size=target.text.vocab_size,
+        trust_remote_code=settings.target.trust_remote_code,
+    )
+
+
+def _plan_settings(settings: Settings, target: TargetCheckpoint) -> PlanSettings:
+    batching = settings.batching
+    return PlanSettings(
+        token_budget=batching.token_budget,
+        max_batch_size=batching.max_batch_size,
+        grouping=batching.grouping,
+        ordering=batching.ordering,
+        num_buckets=batching.num_buckets or 6,
+        bucket_edges=tuple(batching.bucket_edges) if batching.bucket_edges else None,
+        quadratic_share=quadratic_share(target.text),
+        seed=settings.training.seed,
+        oversize=batching.oversize,
+    )
+
+
+def quadratic_share(text: PretrainedConfig) -> float:
+    """q in the cost n * L * (1 + q * L) of a micro-batch: attention over the context against all matrices, per token.
+
+    Causal attention costs 2 * width multiply-adds a key in every full layer (half the keys, two products), a matrix
+    one a weight; projections are counted as those of full attention in every layer.
+    """
+    heads, hidden = text.num_attention_heads, text.hidden_size
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    experts = getattr(text, "num_experts_per_tok", None)
+    inner = text.moe_intermediate_size * experts if experts else text.intermediate_size
+    weights = text.num_hidden_layers * hidden * (2 * heads * head_dim + 2 * kv_heads * head_dim + 3 * inner)
+    return types.count("full_attention") * heads * head_dim / weights

@@ -1,0 +1,227 @@
+"""Sums of the training metrics on the device, and where the figures of an update go: W&B, metrics.jsonl, the terminal.
+
+Sums are kept per length stratum (powers of two), so that a jumpy curve can be read: `length_512/loss` is the loss of
+samples of 512 to 1023 tokens.
+"""
+
+import json
+import math
+import netrc
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import wandb
+from torch import Tensor
+from tqdm import tqdm
+
+STRATA = 24
+LOSS, WEIGHT, BLOCKS, ACCEPTED, SLOTS = range(5)
+
+
+class BlockFigures(Protocol):
+    """What `loss.BlockResult` gives of some blocks: fp32 [blocks], int64 [blocks] and bool [blocks, B]."""
+
+    @property
+    def block_loss(self) -> Tensor: ...
+    @property
+    def block_weight(self) -> Tensor: ...
+    @property
+    def accepted(self) -> Tensor: ...
+    @property
+    def correct(self) -> Tensor: ...
+    @property
+    def supervised(self) -> Tensor: ...
+
+
+class MetricSums:
+    """float64 [STRATA, 4 + 2 (B - 1)] on the device: loss, its weight, blocks, accepted tokens, right and supervised slots."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._slots = block_size - 1
+        self._sums = torch.zeros(STRATA, SLOTS + 2 * self._slots, dtype=torch.float64, device=device)
+
+    def add(self, block_lengths: np.ndarray, result: BlockFigures) -> None:
+        """Add blocks of rows of `block_lengths` (int64 [blocks])."""
+        strata = torch.from_numpy(np.frexp(block_lengths)[1] - 1).to(self._sums.device)
+        per_block = torch.stack(
+            [result.block_loss, result.block_weight, torch.ones_like(result.block_loss), result.accepted], 1
+        )
+        rows = torch.cat([per_block, result.correct[:, 1:], result.supervised[:, 1:]], dim=1)
+        self._sums.index_add_(0, strata, rows.double())
+
+    def figures(self) -> dict[str, float]:
+        """All figures, summed over the drafter ranks (a collective call)."""
+        sums = self._sums.clone()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        table = sums.cpu().numpy()
+        figures = {"loss_weight": float(table[:, WEIGHT].sum()), **_figures(table.sum(0))}
+        right, slots = table[:, SLOTS : SLOTS + self._slots].sum(0), table[:, SLOTS + self._slots :].sum(0)
+        for slot in range(self._slots):
+            if slots[slot]:
+                figures[f"accuracy_slot/{slot + 1}"] = float(right[slot] / slots[slot])
+        for stratum in np.flatnonzero(table[:, BLOCKS]):
+            for name, value in _figures(table[stratum]).items():
+                figures[f"length_{1 << int(stratum)}/{name}"] = value
+        return figures
+
+
+def _figures(sums: np.ndarray) -> dict[str, float]:
+    slots = (len(sums) - SLOTS) // 2
+    right, supervised = sums[SLOTS : SLOTS + slots].sum(), sums[SLOTS + slots :].sum()
+    return {
+        "loss": float(sums[LOSS] / sums[WEIGHT]) if sums[WEIGHT] else math.nan,
+        "accuracy": float(right / supervised) if supervised else math.nan,
+        "acceptance_length": float(sums[ACCEPTED] / sums[BLOCKS]) if sums[BLOCKS] else math.nan,
+    }
+
+
+class Sink(Protocol):
+    """Takes the figures of an update."""
+
+    def log(self, figures: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl: one object an update. On a resume it is cut back to the updates that were done."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        kept = [line for line in _lines(path) if line["update"] <= done]
+        temporary = path.with_suffix(".writing")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(temporary, path)
+        self._file = path.open("a")
+
+    def log(self, figures: dict[str, Any]) -> None:
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in figures.items()
+        }
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file; a last line that was cut short is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+class WandbRun:
+    """A W&B run with `update` as its step axis: online when a key is there, else offline (`wandb sync` later)."""
+
+    def __init__(
+        self, block: dict[str, Any], directory: Path, name: str, config: dict[str, Any], run_id: str | None
+    ) -> None:
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        self.run_id = run_id or wandb.util.generate_id()
+        options: dict[str, Any] = {
+            "project": block.get("project", "ds_dflash"),
+            "entity": block.get("team"),
+            "group": block.get("group"),
+            "name": name,
+            "id": self.run_id,
+            "resume": "allow" if mode == "online" else None,
+            "dir": str(directory),
+            "config": config,
+            "settings": wandb.Settings(silent=True, console="off"),
+        }
+        try:
+            self._run = wandb.init(mode=mode, **options)
+        except wandb.errors.Error as error:
+            print(f"W&B does not answer ({error}): this run is logged offline.", file=sys.stderr)
+            self._run = wandb.init(mode="offline", **{**options, "resume": None})
+        self._run.define_metric("update")
+        self._run.define_metric("*", step_metric="update")
+
+    def log(self, figures: dict[str, Any]) -> None:
+        self._run.log(figures)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class DeepSpeedMonitor:
+    """DeepSpeed's own monitor (tensorboard, csv, comet), where the settings enable one."""
+
+    def __init__(self, monitor: Any) -> None:
+        self._monitor = monitor
+
+    def log(self, figures: dict[str, Any]) -> None:
+        update = figures["update"]
+        self._monitor.write_events([(name, value, update) for name, value in figures.items()])
+
+    def close(self) -> None:
+        pass
+
+
+class Terminal:
+    """A progress bar on a terminal; plain lines elsewhere."""
+
+    def __init__(self, done: int, every: int) -> None:
+        self._every = every
+        self._bar = tqdm(initial=done, unit="update", dynamic_ncols=True) if sys.stderr.isatty() else None
+
+    def log(self, figures: dict[str, Any]) -> None:
+        update, total = figures["update"], figures["updates_total"]
+        text = (
+            f"epoch {figures['epoch']:.2f}  loss {figures['loss']:.4f}"
+            f"  acceptance {figures['acceptance_length']:.3f}  lr {figures['learning_rate']:.2e}"
+            f"  {figures['tokens_per_second']:,.0f} tok/s"
+        )
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.n = update
+            self._bar.set_postfix_str(f"{text}  eta {_clock(figures['eta_seconds'])}")
+        elif update % self._every == 0 or update == total or update == 1:
+            print(f"update {update}/{total}  {text}  eta {_clock(figures['eta_seconds'])}", flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+@dataclass
+class Pace:
+    """Speed over the last updates, for tokens/s and ETA."""
+
+    smoothed: float | None = None
+    last: float = 0.0
+
+    def start(self) -> None:
+        self.last = time.monotonic()
+
+    def lap(self) -> float:
+        """Seconds since the last lap; their moving average predicts the rest of the run."""
+        now = time.monotonic()
+        seconds, self.last = now - self.last, now
+        self.smoothed = seconds if self.smoothed is None else 0.9 * self.smoothed + 0.1 * seconds
+        return seconds

@@ -1,0 +1,70 @@
+"""What a run leaves behind: output_dir/run_name, and whether it may be gone on with."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ds_dflash.checkpoint import Progress, newest_checkpoint
+from ds_dflash.config import Settings, describe_changes, load_settings
+from ds_dflash.errors import UserError
+
+
+class RunDirectory:
+    """output_dir/run_name: config.json, plan.json, metrics.jsonl, checkpoints/, drafter/, wandb/."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.path = settings.output_dir / settings.run_name
+        self._settings = settings
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def drafter(self) -> Path:
+        return self.path / "drafter"
+
+    def check(self) -> None:
+        """Raise UserError if the directory belongs to other settings, or is not a run's."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is a file: choose another output_dir or run_name.")
+        if not (self.path / "config.json").exists():
+            if any(self.path.iterdir()):
+                raise UserError(f"{self.path} is not empty and not a run: choose another output_dir or run_name.")
+            return
+        saved = load_settings(self.path / "config.json").to_dict()
+        changes = describe_changes(saved, self._settings.to_dict())
+        if changes:
+            raise UserError(
+                f"{self.path} holds a run with other settings ({changes}): set them back, choose another run_name, or"
+                " start over with --fresh."
+            )
+
+    def finished_update(self) -> int | None:
+        """The last update of a run that is finished under the present settings, else None."""
+        newest = newest_checkpoint(self.checkpoints)
+        if newest is None or not self.drafter.is_dir():
+            return None
+        progress, training = Progress.read(newest), self._settings.training
+        by_epochs = progress.position["epoch"] >= training.num_epochs
+        by_updates = training.max_updates is not None and progress.update >= training.max_updates
+        return progress.update if by_epochs or by_updates else None
+
+    def open(self, fresh: bool, plan: dict[str, Any]) -> None:
+        """Make the directory and write what is known from the start (one rank only); `fresh` moves an old run aside."""
+        if fresh and self.path.exists():
+            number = 1
+            while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
+                number += 1
+            os.rename(self.path, aside)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        for stale in self.checkpoints.glob(".*.writing"):
+            shutil.rmtree(stale)
+        for name, content in (("config.json", self._settings.to_dict()), ("plan.json", plan)):
+            temporary = self.path / f".{name}.writing"
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
+            os.replace(temporary, self.path / name)

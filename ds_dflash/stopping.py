@@ -1,0 +1,145 @@
+"""How a run ends early: signals, a vanished launcher, a rank that failed.
+
+The first rank that gets SIGTERM or SIGINT (or whose launcher is gone) writes a key into the job's store; a thread on every rank
+reads it within `POLL_SECONDS`. Ranks that train save and leave by themselves; a target rank, which may sit in a collective
+that will never end, is ended by its thread once the save is done.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed as dist
+
+POLL_SECONDS = 0.25
+SAVE_SECONDS = 25.0
+DOUBLE_SIGNAL_SECONDS = 3.0
+
+
+class StopRequestedError(Exception):
+    """Raised out of a wait when the run is to stop."""
+
+
+class Stopper:
+    """Watches for reasons to stop. One a process; `start` before anything can take long.
+
+    store: the job's key-value store, or None for a process on its own (then only this process's signals count).
+    exits_alone: whether this rank has nothing to save, so that the thread may end the process.
+    """
+
+    def __init__(self, rank: int, store: dist.Store | None, exits_alone: bool) -> None:
+        self._rank = rank
+        self._store = store
+        self._exits_alone = exits_alone
+        self._requested = threading.Event()
+        self._first_signal = 0.0
+        self._parent = os.getppid()
+        self._closed = threading.Event()
+
+    @property
+    def requested(self) -> bool:
+        return self._requested.is_set()
+
+    def raise_if_requested(self) -> None:
+        if self.requested:
+            raise StopRequestedError
+
+    def start(self) -> None:
+        """Install the signal handlers and start the watching thread."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        reader.settimeout(POLL_SECONDS)
+        # The C handler writes the signal's number at once, even while the main thread sits in a C++ wait.
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        self._sockets = (reader, writer)
+        threading.Thread(target=self._watch, args=(reader,), name="stopper", daemon=True).start()
+
+    def close(self) -> None:
+        """No more watching: the run has ended and the store may go away."""
+        self._closed.set()
+
+    def saved(self) -> None:
+        """Tell the ranks that wait for it that nothing is left to save."""
+        if self._store is not None:
+            self._store.set("stop/saved", "1")
+
+    def fail(self, reason: str) -> None:
+        """Tell all ranks to end without saving, since this one cannot go on."""
+        if self._store is not None:
+            self._store.set("stop/failed", f"rank {self._rank}: {reason}")
+
+    def wait_for_the_end(self) -> NoReturn:
+        """For a main thread with nothing left to do: the watching thread ends the process once the save is done."""
+        while True:
+            time.sleep(POLL_SECONDS)
+
+    def _watch(self, reader: socket.socket) -> None:
+        while not self._closed.is_set():
+            self._read_signals(reader)
+            if os.getppid() != self._parent:
+                self._request(f"the launcher of rank {self._rank} is gone")
+            if self._store is not None:
+                self._read_store()
+
+    def _read_signals(self, reader: socket.socket) -> None:
+        try:
+            numbers = reader.recv(64)
+        except TimeoutError:
+            return
+        if not set(numbers) & {signal.SIGTERM, signal.SIGINT}:
+            return
+        now = time.monotonic()
+        if self._first_signal and now - self._first_signal > DOUBLE_SIGNAL_SECONDS:
+            _leave(1, f"rank {self._rank}: second signal, leaving without saving")
+        self._first_signal = self._first_signal or now
+        self._request(signal.Signals(numbers[0]).name)
+
+    def _request(self, reason: str) -> None:
+        if not self.requested and self._store is not None:
+            self._store.set("stop/reason", reason)
+        self._requested.set()
+
+    def _read_store(self) -> None:
+        assert self._store is not None
+        try:
+            if self._store.check(["stop/failed"]):
+                _leave(1, f"rank {self._rank} ends because of {self._store.get('stop/failed').decode()}")
+            if not self.requested and self._store.check(["stop/reason"]):
+                self._requested.set()
+        except (dist.DistError, RuntimeError) as error:
+            if self._closed.is_set():
+                return
+            _leave(0 if self.requested else 1, f"rank {self._rank}: rank 0 is gone ({error})")
+        if self.requested and self._exits_alone:
+            self._leave_when_saved()
+
+    def _leave_when_saved(self) -> None:
+        assert self._store is not None
+        deadline = time.monotonic() + SAVE_SECONDS
+        while time.monotonic() < deadline and not self._store.check(["stop/saved"]):
+            time.sleep(POLL_SECONDS)
+        if self._rank == 0:
+            time.sleep(4 * POLL_SECONDS)  # rank 0 hosts the store: the others read it first
+        _leave(0, "")
+
+
+def _leave(code: int, message: str) -> None:
+    if message:
+        print(message, file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def wait_for(ready: Callable[[float], bool], stopper: Stopper, timeout: float, what: str) -> None:
+    """Call `ready(seconds)` until it is true; StopRequestedError on a stop, TimeoutError after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not ready(POLL_SECONDS):
+        stopper.raise_if_requested()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout:.0f} s for {what}: see topology.timeout_seconds")

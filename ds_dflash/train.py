@@ -1,0 +1,238 @@
+"""Training: from the command line to the loops of the two roles.
+
+Target ranks forward the micro-batches of the plan and send their features; drafter ranks receive them in the same
+order. A colocated rank is a drafter rank whose features come from its own target.
+"""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch.distributed as dist
+import transformers
+
+import ds_dflash.accelerator  # noqa: F401  before anything imports DeepSpeed
+from ds_dflash.channel import Bridge, Delivery, Parcel, Receiver, Sender
+from ds_dflash.checkpoint import Progress, newest_checkpoint
+from ds_dflash.config import Settings, load_settings
+from ds_dflash.errors import UserError
+from ds_dflash.job import Job, Update
+from ds_dflash.run_directory import RunDirectory
+from ds_dflash.stopping import Stopper, StopRequestedError
+from ds_dflash.target import Target, weights_dtype
+from ds_dflash.topology import Roles, Topology, launcher_ranks
+from ds_dflash.trainer import Trainer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program behind launch.sh; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="launch.sh", description="Train a DFlash drafter as ds_config.json says.")
+    parser.add_argument("--config", type=Path, default=Path("ds_config.json"), help="settings file (ds_config.json)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--fresh", action="store_true", help="move an old run of this name aside and start over")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # given by the launcher, which sets LOCAL_RANK too
+    options = parser.parse_args(arguments)
+    try:
+        train(load_settings(options.config, options.set), options.fresh)
+    except UserError as error:
+        return report_user_error(error)
+    return 0
+
+
+def report_user_error(error: UserError) -> int:
+    """Print a user's mistake once a job: the other ranks give rank 0, whose end stops them, the time to say it."""
+    rank = launcher_ranks()[0]
+    if rank > 0:
+        time.sleep(5)
+    prefix = f"rank {rank}: " if rank > 0 else ""
+    print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
+    return UserError.EXIT_CODE
+
+
+def train(settings: Settings, fresh: bool = False) -> None:
+    """Train to the end of the settings, or to a stop; goes on with the run that is there unless `fresh`."""
+    rank, world_size, ranks_per_node = launcher_ranks()
+    if rank > 0 or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+    roles = Roles.assign(settings.topology, world_size, ranks_per_node)
+    directory = RunDirectory(settings)
+    if not fresh:
+        directory.check()
+        finished = directory.finished_update()
+        if finished is not None:
+            if rank == 0:
+                print(f"{directory.path} is finished: {finished} updates, drafter in {directory.drafter}", flush=True)
+            return
+    job = Job.open(settings, roles)
+    topology = Topology.from_environment(settings.topology)
+    stopper = Stopper(rank, topology.store, exits_alone=topology.role == "target")
+    stopper.start()
+    try:
+        checkpoint = agree_on_start(job, topology, directory, fresh)
+        progress = Progress() if checkpoint is None else Progress.read(checkpoint)
+        if topology.role == "target":
+            run_target(job, topology, stopper, progress)
+        else:
+            run_drafter(job, topology, stopper, Trainer(job, topology, stopper, directory, progress, checkpoint))
+    except StopRequestedError:
+        stopper.wait_for_the_end()  # a target rank has nothing to save
+    except UserError as error:
+        stopper.fail(str(error))
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        stopper.fail(f"{type(error).__name__}: {error}")
+        sys.exit(1)
+    finish_together(topology, stopper, world_size)
+
+
+def run_target(job: Job, topology: Topology, stopper: Stopper, progress: Progress) -> None:
+    """Forward this rank's micro-batches of the plan and send their features."""
+    target = load_target(job, topology)
+    if not progress.update:
+        target.capture(job.ids(job.heaviest()))  # rehearsal: running out of memory shows at once
+    depth, timeout = job.settings.topology.channel_depth, topology.timeout.total_seconds()
+    sender = Sender(make_bridge(topology), depth, stopper, timeout)
+    for update in job.walk(progress):
+        for number, samples in update.micro_batches():
+            if number % topology.roles.targets == topology.plan_rank:
+                stopper.raise_if_requested()
+                features = target.capture(job.ids(samples, update))
+                if len(samples):
+                    sender.send(features, topology.roles.drafter_rank(number % topology.roles.drafters))
+    sender.finish()
+
+
+def run_drafter(job: Job, topology: Topology, stopper: Stopper, trainer: Trainer) -> None:
+    """Train on this rank's micro-batches of the plan, whose features are received or captured."""
+    source = OwnTarget(job, topology) if topology.role == "both" else SentFeatures(job, topology, stopper, trainer)
+    if not trainer.progress.update:
+        trainer.rehearse()
+    trainer.start()
+    stopped = False
+    try:
+        for update in job.walk(trainer.progress):
+            if update.validates:
+                trainer.validate(update, source.receive)
+            else:
+                trainer.train(update, source.receive)
+                trainer.save_if_due()
+        source.finish()
+    except StopRequestedError:
+        stopped = True
+    trainer.save()
+    if not stopped:
+        trainer.write_result()
+    trainer.close()
+    stopper.saved()
+
+
+class SentFeatures:
+    """Features that target ranks send over the bridge, in the order of the plan."""
+
+    def __init__(self, job: Job, topology: Topology, stopper: Stopper, trainer: Trainer) -> None:
+        self._receiver = Receiver(
+            make_bridge(topology),
+            parcels(job, topology, trainer.progress),
+            job.settings.topology.channel_depth,
+            job.feature_width,
+            weights_dtype(job.target, job.settings.target),
+            stopper,
+            topology.timeout.total_seconds(),
+        )
+
+    def receive(self, samples: np.ndarray, update: Update) -> Delivery:
+        return self._receiver.receive()
+
+    def finish(self) -> None:
+        self._receiver.finish()
+
+
+class OwnTarget:
+    """Features of a colocated rank's own target, which takes part in every micro-batch, also an empty one."""
+
+    def __init__(self, job: Job, topology: Topology) -> None:
+        self._job = job
+        self._target = load_target(job, topology)
+
+    def receive(self, samples: np.ndarray, update: Update) -> Delivery:
+        started = time.monotonic()
+        features = self._target.capture(self._job.ids(samples, update))
+        return Delivery(features, 0.0, time.monotonic() - started)
+
+    def finish(self) -> None:
+        pass
+
+
+def parcels(job: Job, topology: Topology, progress: Progress) -> Iterator[Parcel]:
+    """All that a drafter rank will receive, in order."""
+    roles = topology.roles
+    for update in job.walk(progress):
+        lengths = job.data_of(update).lengths
+        for number, samples in update.micro_batches():
+            if len(samples) and number % roles.drafters == topology.drafter:
+                yield Parcel(roles.target_rank(number % roles.targets), int(lengths[samples].sum()))
+
+
+def load_target(job: Job, topology: Topology) -> Target:
+    """This rank's target, or its part of it; a world of one rank has nothing to shard over."""
+    settings = job.settings
+    zero: dict[str, Any] | None = None
+    if settings.target.sharding == "zero3" and topology.target_world_size > 1:
+        keys = settings.deepspeed["zero_optimization"]
+        zero = {name: value for name, value in keys.items() if name.startswith("stage3_")}
+    return Target.load(job.target, settings.target, job.layer_ids, topology.device, zero)
+
+
+def make_bridge(topology: Topology) -> Bridge:
+    assert topology.bridge is not None
+    assert topology.carrier is not None
+    return Bridge(topology.bridge, topology.carrier, topology.device)
+
+
+def agree_on_start(job: Job, topology: Topology, directory: RunDirectory, fresh: bool) -> Path | None:
+    """Rank 0 opens the run's directory; all ranks start from the checkpoint that it names."""
+    if topology.rank == 0:
+        answer: dict[str, str | None] = {}
+        try:
+            directory.open(fresh, plan_facts(job))
+            newest = newest_checkpoint(directory.checkpoints)
+            answer["checkpoint"] = str(newest) if newest else None
+        except (UserError, OSError) as error:
+            answer["error"] = str(error)
+        topology.store.set("start", json.dumps(answer))
+    answer = json.loads(topology.store.get("start"))
+    if answer.get("error") is not None:
+        raise UserError(answer["error"])
+    return Path(answer["checkpoint"]) if answer["checkpoint"] else None
+
+
+def plan_facts(job: Job) -> dict[str, Any]:
+    """plan.json: the first epoch's batches in figures."""
+    plan = job.plan(job.sampler.start())
+    return {
+        "updates_in_first_epoch": plan.num_updates,
+        "target_ranks": plan.ranks,
+        "rounds_per_update": plan.rounds,
+        "samples": job.sampler.accounting,
+        "fingerprint": job.sampler.fingerprint,
+    }
+
+
+def finish_together(topology: Topology, stopper: Stopper, world_size: int) -> None:
+    """Rank 0 hosts the store, so it leaves last."""
+    stopper.close()
+    topology.store.add("finished", 1)
+    if topology.rank == 0:
+        deadline = time.monotonic() + topology.timeout.total_seconds()
+        while topology.store.add("finished", 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+    dist.destroy_process_group()

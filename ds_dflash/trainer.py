@@ -1,0 +1,252 @@
+"""What a drafter rank does with an update: losses and gradients, the step, checkpoints, figures, validation."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ds_dflash.anchors import Blocks
+from ds_dflash.channel import Delivery
+from ds_dflash.checkpoint import Progress, load_checkpoint, save_checkpoint
+from ds_dflash.drafter import DFlashDraftModel
+from ds_dflash.engine import DrafterEngine
+from ds_dflash.errors import UserError
+from ds_dflash.export import read_drafter, write_drafter
+from ds_dflash.job import Job, Update
+from ds_dflash.loss import Objective, resolve_gamma
+from ds_dflash.metrics import DeepSpeedMonitor, JsonLines, MetricSums, Pace, Sink, Terminal, WandbRun
+from ds_dflash.run_directory import RunDirectory
+from ds_dflash.schedule import ProgressCurve, multiplier
+from ds_dflash.step import DrafterStep
+from ds_dflash.stopping import Stopper, StopRequestedError
+from ds_dflash.topology import Topology
+
+Receive = Callable[[np.ndarray, Update], Delivery]
+"""The features of the next micro-batch of this rank: its sample ids and update go in."""
+
+
+class Trainer:
+    """A drafter rank. `train`, `validate` and `save` are collective calls over the drafter ranks."""
+
+    def __init__(
+        self,
+        job: Job,
+        topology: Topology,
+        stopper: Stopper,
+        directory: RunDirectory,
+        progress: Progress,
+        checkpoint: Path | None,
+    ) -> None:
+        self._job, self._topology, self._stopper, self._directory = job, topology, stopper, directory
+        self._engine = make_engine(job, topology.device)
+        if checkpoint is not None:
+            load_checkpoint(self._engine.engine, checkpoint)
+        self._step = make_step(job, self._engine.dtype, topology.device)
+        self.progress = progress
+        self._curve = ProgressCurve.from_json(progress.curve)
+        self._last_saved = progress.update if checkpoint is not None else -1
+        self._pace = Pace()
+        self._validation: MetricSums | None = None
+        self._sinks = self._open_sinks() if topology.drafter == 0 else []
+
+    # ------------------------------------------------------------------------------------------- an update
+
+    def train(self, update: Update, receive: Receive) -> None:
+        """One optimizer update. Raises StopRequestedError on all drafter ranks alike, with nothing changed."""
+        mine = self._mine(update)
+        blocks = [self._blocks(samples, update) for samples in mine]
+        own_weight = sum(self._step.objective.weight(part.supervised, part.block_offsets) for part in blocks)
+        weight, stops = self._sum_over_ranks(own_weight, float(self._stopper.requested))
+        if stops:
+            raise StopRequestedError
+        sums = MetricSums(self._step.objective.block_size, self._topology.device)
+        waits = np.zeros(3)  # seconds: this rank for features, the targets for credit, the targets at work
+        finished = True
+        try:
+            for samples, part in zip(mine, blocks, strict=True):
+                started = time.monotonic()
+                delivery = receive(samples, update)
+                arrived = time.monotonic()
+                waits += arrived - started, delivery.target_waited, delivery.target_worked
+                self._learn(delivery.features, part, weight, sums)
+        except StopRequestedError:
+            finished = False
+        if self._sum_over_ranks(float(not finished))[0]:
+            raise StopRequestedError
+        self._finish(update, weight, sums, waits)
+
+    def _mine(self, update: Update) -> list[np.ndarray]:
+        """This rank's micro-batches; empty ones only where its own target has to take part in them."""
+        drafters = self._topology.roles.drafters
+        mine = [samples for number, samples in update.micro_batches() if number % drafters == self._topology.drafter]
+        return [samples for samples in mine if len(samples) or self._topology.role == "both"]
+
+    def _blocks(self, samples: np.ndarray, update: Update) -> Blocks:
+        epoch = 0 if update.validates else update.epoch
+        return self._step.blocks(self._job.data_of(update), samples, epoch)
+
+    def _learn(self, features: torch.Tensor, blocks: Blocks, weight: float, sums: MetricSums) -> None:
+        for part, result in self._step.results(self._engine, features, blocks):
+            self._engine.backward(result.loss_sum, weight)
+            sums.add(part.block_lengths, result)
+
+    def _finish(self, update: Update, weight: float, sums: MetricSums, waits: np.ndarray) -> None:
+        training = self._job.settings.training
+        position = update.plan.position_after(update.index)
+        self._curve.set_total(update.number - 1, update.number + self._job.updates_after(update.number, position))
+        rate = self._engine.base_learning_rate * multiplier(
+            self._curve.at(update.number), training.schedule, training.warmup_ratio, training.min_lr_ratio
+        )
+        grad_norm = self._engine.step(rate)
+        self.progress.update = update.number
+        self.progress.position = position.to_dict()
+        self.progress.curve = self._curve.to_json()
+        figures = {
+            "update": update.number,
+            "updates_total": self._curve.total,
+            "epoch": update.epoch + (update.index + 1) / update.plan.num_updates,
+            **sums.figures(),
+            "loss_weight": weight,
+            "learning_rate": rate,
+            "grad_norm": grad_norm,
+            **self._work(update, waits),
+        }
+        for sink in self._sinks:
+            sink.log(figures)
+
+    def _work(self, update: Update, waits: np.ndarray) -> dict[str, Any]:
+        """How much was done and how fast. Waiting times are means over the ranks of a role."""
+        lengths = self._job.dataset.lengths
+        batches = [lengths[samples] for _, samples in update.micro_batches() if len(samples)]
+        tokens = sum(int(batch.sum()) for batch in batches)
+        padded = sum(len(batch) * int(batch.max()) for batch in batches)
+        seconds = self._pace.lap()
+        roles = self._topology.roles
+        drafter_wait, target_wait, target_busy = self._sum_over_ranks(*waits)
+        left = self._curve.total - update.number
+        return {
+            "samples": sum(len(batch) for batch in batches),
+            "tokens": tokens,
+            "padded_tokens": padded,
+            "padding_efficiency": tokens / padded,
+            "tokens_per_second": tokens / seconds,
+            "eta_seconds": left * (self._pace.smoothed or 0.0),
+            "update_seconds": seconds,
+            "target_wait_seconds": target_wait / roles.targets,
+            "target_busy_seconds": target_busy / roles.targets,
+            "drafter_wait_seconds": drafter_wait / roles.drafters,
+        }
+
+    def _sum_over_ranks(self, *numbers: float) -> list[float]:
+        """float64 sums over the drafter ranks."""
+        total = torch.tensor(numbers, dtype=torch.float64, device=self._topology.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    # ------------------------------------------------------------------------------------------- validation
+
+    @torch.no_grad()
+    def validate(self, update: Update, receive: Receive) -> None:
+        """One step of a validation pass; its figures are logged after the last one."""
+        if self._validation is None:
+            self._validation = MetricSums(self._step.objective.block_size, self._topology.device)
+        for samples in self._mine(update):
+            features = receive(samples, update).features
+            for part, result in self._step.results(self._engine.drafter, features, self._blocks(samples, update)):
+                self._validation.add(part.block_lengths, result)
+        if update.is_last:
+            figures = {f"validation/{name}": value for name, value in self._validation.figures().items()}
+            self._validation = None
+            for sink in self._sinks:
+                sink.log({"update": update.number, **figures})
+            self._pace.start()
+
+    # ------------------------------------------------------------------------------- before, between and after
+
+    def rehearse(self) -> None:
+        """Forward and backward of the heaviest micro-batch, without a step: running out of memory shows at once."""
+        samples = self._job.heaviest()
+        blocks = self._step.blocks(self._job.dataset, samples, epoch=0)
+        width, tokens = self._job.feature_width, int(blocks.context_offsets[-1])
+        features = torch.zeros(tokens, width, dtype=self._engine.dtype, device=self._topology.device)
+        try:
+            for _, result in self._step.results(self._engine, features, blocks):
+                self._engine.backward(result.loss_sum, 1.0)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"The drafter's rank runs out of memory with {tokens} context tokens and {len(blocks.anchors)} anchors"
+                f" ({error}): lower training.slice_tokens or batching.token_budget."
+            ) from None
+        self._engine.forget_gradients()
+
+    def start(self) -> None:
+        """The clock of the first update starts."""
+        self._pace.start()
+
+    def save_if_due(self) -> None:
+        every = self._job.settings.training.save_every
+        if every and self.progress.update % every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """A checkpoint of the present state, unless there is one."""
+        if self.progress.update == self._last_saved or not self.progress.update:
+            return
+        keep = self._job.settings.training.keep_checkpoints
+        save_checkpoint(self._engine.engine, self._directory.checkpoints, self.progress, keep)
+        self._last_saved = self.progress.update
+
+    def write_result(self) -> None:
+        """The drafter in the serving format, in the run's directory."""
+        if self._topology.drafter == 0:
+            drafter = self._engine.drafter
+            write_drafter(drafter.state_dict(), drafter.config, self._directory.drafter)
+            print(f"{self.progress.update} updates done, drafter in {self._directory.drafter}", flush=True)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def _open_sinks(self) -> list[Sink]:
+        settings, path = self._job.settings, self._directory.path
+        sinks: list[Sink] = [JsonLines(path / "metrics.jsonl", self.progress.update)]
+        block = settings.deepspeed.get("wandb") or {}
+        if block.get("enabled", False):
+            run = WandbRun(block, path, settings.run_name, settings.to_dict(), self.progress.wandb_id)
+            self.progress.wandb_id = run.run_id
+            sinks.append(run)
+        if self._engine.engine.monitor.enabled:
+            sinks.append(DeepSpeedMonitor(self._engine.engine.monitor))
+        sinks.append(Terminal(self.progress.update, settings.training.log_every))
+        return sinks
+
+
+def make_engine(job: Job, device: torch.device) -> DrafterEngine:
+    """A drafter with its first weights under an engine."""
+    return DrafterEngine(
+        initial_drafter(job.drafter_config, job.settings.training.seed, job.settings.drafter.init_from),
+        job.settings.deepspeed,
+        device,
+    )
+
+
+def initial_drafter(config: Any, seed: int, init_from: str | None) -> DFlashDraftModel:
+    """The drafter that a run starts from, fp32 on the CPU: random from the seed, or another one's weights."""
+    drafter = DFlashDraftModel(config)
+    if init_from is not None:
+        drafter.load_state_dict(read_drafter(Path(init_from))[1])
+    else:
+        drafter.initialize(seed)
+    return drafter
+
+
+def make_step(job: Job, dtype: torch.dtype, device: torch.device) -> DrafterStep:
+    training, config = job.settings.training, job.drafter_config
+    objective = Objective(training.loss, config.block_size, resolve_gamma(training.loss_decay_gamma, config.block_size))
+    embedding, head = job.target.embedding_and_head(dtype, device)
+    return DrafterStep(embedding, head, config.dflash_config["mask_token_id"], objective, training)
