@@ -37,9 +37,9 @@ def sample_anchors(loss_mask: np.ndarray, count: int, *, seed: int, epoch: int, 
     return np.sort(candidates[order[:count]])
 
 
-def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
+def _mix(number: np.ndarray | np.uint64) -> np.ndarray:
     """The finaliser of splitmix64: a bijection of 64-bit numbers that spreads every bit."""
-    value = np.atleast_1d(np.asarray(value, np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+    value: np.ndarray = np.array(number, np.uint64, ndmin=1) + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))

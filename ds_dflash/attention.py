@@ -276,8 +276,8 @@ def _dense_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLay
     queries = torch.arange(query.shape[0], device=query.device)
     keys = torch.arange(key.shape[0], device=query.device)
     mask = _is_visible(layout, window, queries[:, None], keys)
-    heads_first = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    output = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+    query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
     return output.transpose(0, 1)
 
 
@@ -287,7 +287,7 @@ def _flex_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayo
 
     mask = create_block_mask(visible, None, None, query.shape[0], key.shape[0], device=query.device)
     heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    attend = _compiled_flex_attention() if query.is_cuda else flex_attention
+    attend: Callable[..., Tensor] = _compiled_flex_attention() if query.is_cuda else flex_attention
     return attend(*heads_first, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,8 +87,8 @@ class _Waiter:
             self.done.put(item)
 
 
-def _take(waiter: _Waiter, stopper: Stopper, timeout: float, what: str) -> object:
-    taken: list[object] = []
+def _take(waiter: _Waiter, stopper: Stopper, timeout: float, what: str) -> Any:
+    taken: list[Any] = []
 
     def ready(seconds: float) -> bool:
         try:
@@ -126,7 +127,7 @@ class Sender:
             self._take_acknowledgement()
         self._last_sent = time.monotonic()
         header = torch.tensor([self._sequence, len(features), self._last_sent - started, worked], dtype=torch.float64)
-        payload = self._bridge.buffer(*features.shape, features.dtype)
+        payload = self._bridge.buffer(len(features), features.shape[1], features.dtype)
         payload.copy_(features)
         group, carrier = self._bridge.group, self._bridge.carrier
         answer = torch.empty(1, dtype=torch.float64)
@@ -135,7 +136,7 @@ class Sender:
             group.send([header], drafter_rank, HEADER),
             group.recv([answer], drafter_rank, ACKNOWLEDGEMENT),
         ]
-        self._waiter.add(works, (self._sequence, drafter_rank, answer, header, payload))
+        self._waiter.add(works, (self._sequence, answer, header, payload))
         self._in_flight += 1
         self._sequence += 1
 
@@ -145,8 +146,7 @@ class Sender:
             self._take_acknowledgement()
 
     def _take_acknowledgement(self) -> None:
-        item = _take(self._waiter, self._stopper, self._timeout, "the drafter to take up a micro-batch")
-        sequence, _, answer, *_ = item  # type: ignore[misc]
+        sequence, answer, *_ = _take(self._waiter, self._stopper, self._timeout, "the drafter to take up a micro-batch")
         assert int(answer) == sequence, "acknowledgements out of order"
         self._in_flight -= 1
 
@@ -186,7 +186,7 @@ class Receiver:
         self._post()
         parcel = self._posted[0]
         what = f"features from rank {parcel.source}"
-        header, payload, work = _take(self._waiter, self._stopper, self._timeout, what)  # type: ignore[misc]
+        header, payload, work = _take(self._waiter, self._stopper, self._timeout, what)
         if work is not None:
             work.wait()
         sequence, tokens, waited, worked = header.tolist()

@@ -41,8 +41,8 @@ class Drafter:
 
     def __init__(self, model: DFlashDraftModel, target: PreTrainedModel) -> None:
         self.model = model
-        self.embedding = target.get_input_embeddings().weight
-        self.head = target.get_output_embeddings().weight
+        self.embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[assignment]
+        self.head: Tensor = target.get_output_embeddings().weight  # type: ignore[assignment]
         self.block_size = model.config.block_size
         self.mask_token_id = model.config.dflash_config["mask_token_id"]
 

@@ -26,10 +26,11 @@ class DraftAttention(nn.Module):
     def __init__(self, config: Qwen3Config, layer_index: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        is_sliding = config.layer_types[layer_index] == "sliding_attention"
+        layer_types = config.layer_types or []
+        is_sliding = layer_types[layer_index] == "sliding_attention"
         self.window = config.sliding_window if is_sliding else None
         query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
+        key_size = (config.num_key_value_heads or config.num_attention_heads) * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
@@ -88,7 +89,8 @@ class DFlashDraftModel(nn.Module):
         taps = len(config.dflash_config["target_layer_ids"])
         self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config, index) for index in range(config.num_hidden_layers))
+        layers = [DraftLayer(config, index) for index in range(config.num_hidden_layers)]
+        self.layers: Sequence[DraftLayer] = nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def initialize(self, seed: int) -> None:
@@ -147,30 +149,31 @@ def make_config(
     is_sliding = "sliding_attention" in layer_types
     target_rope = getattr(target, "rope_parameters", None) or {}
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    return Qwen3Config(
-        architectures=["DFlashDraftModel"],
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=settings.intermediate_size or target.intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=settings.num_attention_heads or target.num_attention_heads,
-        num_key_value_heads=settings.num_key_value_heads or target.num_key_value_heads,
-        head_dim=settings.head_dim or head_dim,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
-        rope_parameters={
+    fields: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": settings.intermediate_size or target.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": settings.num_attention_heads or target.num_attention_heads,
+        "num_key_value_heads": settings.num_key_value_heads or target.num_key_value_heads,
+        "head_dim": settings.head_dim or head_dim,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
+        "rope_parameters": {
             "rope_type": "default",
             "rope_theta": settings.rope_theta or target_rope.get("rope_theta", 10_000.0),
         },
-        layer_types=layer_types,
-        use_sliding_window=is_sliding,
-        sliding_window=settings.sliding_window if is_sliding else None,
-        max_window_layers=layers,
-        tie_word_embeddings=False,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-        pad_token_id=target.pad_token_id,
-        block_size=settings.block_size,
-        num_target_layers=target.num_hidden_layers,
-        dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
-    )
+        "layer_types": layer_types,
+        "use_sliding_window": is_sliding,
+        "sliding_window": settings.sliding_window if is_sliding else None,
+        "max_window_layers": layers,
+        "tie_word_embeddings": False,
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": target.eos_token_id,
+        "pad_token_id": target.pad_token_id,
+        "block_size": settings.block_size,
+        "num_target_layers": target.num_hidden_layers,
+        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
+    }
+    return Qwen3Config(**fields)

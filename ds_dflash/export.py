@@ -20,7 +20,38 @@ from transformers import Qwen3Config
 from ds_dflash.drafter import DFlashDraftModel
 from ds_dflash.errors import UserError
 
-REQUIRED_FIELDS = ["architectures", "model_type", "block_size", "dflash_config", "num_target_layers", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "attention_bias", "attention_dropout", "initializer_range", "tie_word_embeddings", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"]
+REQUIRED_FIELDS = [
+    "architectures",
+    "model_type",
+    "block_size",
+    "dflash_config",
+    "num_target_layers",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rms_norm_eps",
+    "attention_bias",
+    "attention_dropout",
+    "initializer_range",
+    "tie_word_embeddings",
+    "vocab_size",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+]
 
 
 def write_drafter(weights: Mapping[str, Tensor], config: Qwen3Config, directory: Path) -> None:
@@ -46,7 +77,7 @@ def write_drafter(weights: Mapping[str, Tensor], config: Qwen3Config, directory:
 
 def serving_config(config: Qwen3Config) -> dict[str, Any]:
     """The fields of `config.json`, with the rotary base in both forms that engines read."""
-    theta = config.rope_parameters["rope_theta"]
+    theta = (config.rope_parameters or {})["rope_theta"]
     fixed = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

@@ -10,12 +10,12 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from ds_dflash.batching import BatchSampler, EpochPlan, PlanSettings, Position
 from ds_dflash.checkpoint import Progress
 from ds_dflash.config import Settings
-from ds_dflash.data import prepare
+from ds_dflash.data import PreparedDataset, load_tokenizer, prepare
 from ds_dflash.data.subset import Rows, hold_out
 from ds_dflash.drafter import make_config
 from ds_dflash.errors import UserError
@@ -75,12 +75,12 @@ class Job:
     def open(cls, settings: Settings, roles: Roles) -> "Job":
         """Open and check everything; raises UserError. The first process to need the data prepares it."""
         target = open_target(settings.target)
-        tokenizer = load_tokenizer(target, settings)
+        tokenizer = load_tokenizer(target.path, settings.target.trust_remote_code)
         config = drafter_config(settings, target, tokenizer)
-        dataset: Rows = _prepare(settings, settings.data.train, target)
+        dataset: Rows = prepare_data(settings, settings.data.train, target)
         validation: Rows | None = None
         if settings.data.validation is not None:
-            validation = _prepare(settings, settings.data.validation, target)
+            validation = prepare_data(settings, settings.data.validation, target)
         elif settings.data.validation_fraction is not None:
             dataset, validation = hold_out(dataset, settings.data.validation_fraction, settings.training.seed)
         plan = _plan_settings(settings, target)
@@ -141,15 +141,14 @@ class Job:
             return self.sampler.start()
         return self.sampler.resume(Position.from_dict(progress.position))
 
-    @lru_cache(maxsize=2)  # noqa: B019: a process has one job
     def plan(self, position: Position) -> EpochPlan:
-        """The epoch that a position is in; the drafter's two walks share it."""
-        return self.sampler.plan(position)
+        """The epoch that a position is in."""
+        return _plan(self.sampler, position)
 
     def validation_pass(self, done: int) -> Iterator[Update]:
         """The same validation batches every time."""
         assert self.validation_sampler is not None
-        plan = _validation_plan(self.validation_sampler)
+        plan = _plan(self.validation_sampler, self.validation_sampler.start())
         for index in range(plan.num_updates):
             yield Update(done, plan, index, validates=True)
 
@@ -180,18 +179,10 @@ CHEAP_SAMPLES = 20_000_000
 """Samples, over all epochs, up to which every epoch is counted ahead (about 0.2 s a million)."""
 
 
-@lru_cache(maxsize=1)
-def _validation_plan(sampler: BatchSampler) -> EpochPlan:
-    return sampler.plan(sampler.start())
-
-
-def load_tokenizer(target: TargetCheckpoint, settings: Settings) -> PreTrainedTokenizerBase:
-    """The target's tokenizer; raises UserError."""
-    try:
-        return AutoTokenizer.from_pretrained(target.path, trust_remote_code=settings.target.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"The tokenizer of target.path {target.path} cannot be loaded: {reason}") from None
+@lru_cache(maxsize=3)
+def _plan(sampler: BatchSampler, position: Position) -> EpochPlan:
+    """Kept, because the two walks of a drafter rank (to receive ahead, to train) are in the same epochs."""
+    return sampler.plan(position)
 
 
 def drafter_config(
@@ -230,7 +221,7 @@ def _check_same_shape(config: Qwen3Config, given: Qwen3Config, directory: str) -
             )
 
 
-def _prepare(settings: Settings, source: str, target: TargetCheckpoint) -> Rows:
+def prepare_data(settings: Settings, source: str, target: TargetCheckpoint) -> PreparedDataset:
     data, batching = settings.data, settings.batching
     max_length = data.max_length
     if batching.oversize == "truncate":  # cut here, so that the row accounting sees what is lost

@@ -8,6 +8,7 @@ import json
 import math
 import netrc
 import os
+import secrets
 import sys
 import time
 from dataclasses import dataclass
@@ -128,8 +129,9 @@ class WandbRun:
         self, block: dict[str, Any], directory: Path, name: str, config: dict[str, Any], run_id: str | None
     ) -> None:
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-        self.run_id = run_id or wandb.util.generate_id()
+        self.run_id = run_id or secrets.token_hex(4)
         options: dict[str, Any] = {
+            "mode": mode,
             "project": block.get("project", "ds_dflash"),
             "entity": block.get("team"),
             "group": block.get("group"),
@@ -141,10 +143,10 @@ class WandbRun:
             "settings": wandb.Settings(silent=True, console="off"),
         }
         try:
-            self._run = wandb.init(mode=mode, **options)
+            self._run = wandb.init(**options)
         except wandb.errors.Error as error:
             print(f"W&B does not answer ({error}): this run is logged offline.", file=sys.stderr)
-            self._run = wandb.init(mode="offline", **{**options, "resume": None})
+            self._run = wandb.init(**{**options, "mode": "offline", "resume": None})
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
 

@@ -273,9 +273,9 @@ def load_layers(checkpoint: TargetCheckpoint, settings: TargetSettings, layers: 
     return _load(AutoModel, config, checkpoint, settings)
 
 
-def load_whole(checkpoint: TargetCheckpoint, settings: TargetSettings) -> PreTrainedModel:
+def load_whole(checkpoint: TargetCheckpoint, settings: TargetSettings, device: torch.device) -> PreTrainedModel:
     """The whole language model with its head, frozen: for decoding."""
-    return _load(AutoModelForCausalLM, copy.deepcopy(checkpoint.text), checkpoint, settings).eval()
+    return _load(AutoModelForCausalLM, copy.deepcopy(checkpoint.text), checkpoint, settings).to(device).eval()
 
 
 def _load(auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, settings: TargetSettings) -> Any:
@@ -304,4 +304,5 @@ def weights_dtype(checkpoint: TargetCheckpoint, settings: TargetSettings) -> tor
     """The number format of the target on its ranks, and of the features that travel."""
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
-    return checkpoint.text.dtype or torch.float32
+    stored = checkpoint.text.dtype
+    return stored if isinstance(stored, torch.dtype) else torch.float32

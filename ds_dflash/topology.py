@@ -116,12 +116,12 @@ class Topology:
         else:
             assert drafter is not None
             _init_world("drafter", drafter, roles.drafters, device, store, timeout)
-        bridge = carrier = None
+        bridge: dist.ProcessGroup | None = None
+        carrier: dist.ProcessGroup | None = None
         if roles.split:
-            bridge = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, world_size, timeout)
-            carrier = bridge
+            bridge = carrier = _gloo(dist.PrefixStore("bridge", store), rank, world_size, timeout)
             if settings.transport == "nccl":
-                carrier = dist.ProcessGroupNCCL(dist.PrefixStore("carrier", store), rank, world_size, timeout)
+                carrier = _nccl(dist.PrefixStore("carrier", store), rank, world_size, timeout)
         return cls(rank, roles, plan_rank, drafter, device, timeout, store, bridge, carrier)
 
 
@@ -159,3 +159,14 @@ def _init_world(name: str, rank: int, size: int, device: torch.device, store: di
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout)
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[return-value]
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Not verified on GPUs."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]

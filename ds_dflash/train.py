@@ -6,6 +6,7 @@ order. A colocated rank is a drafter rank whose features come from its own targe
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
@@ -15,6 +16,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import torch
 import torch.distributed as dist
 import transformers
 
@@ -62,6 +64,8 @@ def train(settings: Settings, fresh: bool = False) -> None:
     if rank > 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
+    if not torch.cuda.is_available():  # the ranks of a node share its cores, and none may spin on another's
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_per_node))
     roles = Roles.assign(settings.topology, world_size, ranks_per_node)
     directory = RunDirectory(settings)
     if not fresh:

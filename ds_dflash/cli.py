@@ -1,0 +1,125 @@
+"""The command `ds-dflash`: what surrounds a training run."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import ds_dflash.accelerator  # noqa: F401  before anything imports DeepSpeed
+from ds_dflash import data, evaluate, planner
+from ds_dflash.checkpoint import is_whole, newest_checkpoint
+from ds_dflash.config import Settings, load_settings
+from ds_dflash.errors import UserError
+from ds_dflash.export import read_drafter, write_drafter
+from ds_dflash.job import drafter_config, prepare_data
+from ds_dflash.target import open_target
+from ds_dflash.trainer import initial_drafter
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return UserError.EXIT_CODE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds-dflash", description="Around the training of a DFlash drafter.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    prepare = commands.add_parser("prepare", help="tokenise the training data now, and say what became of its rows")
+    _add_settings(prepare)
+    prepare.add_argument("--show", type=int, default=0, metavar="N", help="print N rows, supervised tokens coloured")
+    prepare.add_argument("--histogram", type=Path, metavar="FILE.png", help="write a histogram of the lengths")
+    prepare.set_defaults(run=run_prepare)
+
+    plan = commands.add_parser("plan", help="what batches the lengths of a dataset give, before a run")
+    planner.add_arguments(plan)
+    plan.set_defaults(run=planner.run)
+
+    init = commands.add_parser("init", help="write the untrained drafter that a run would start from")
+    _add_settings(init)
+    init.add_argument("out", type=Path, metavar="OUT")
+    init.set_defaults(run=run_init)
+
+    export = commands.add_parser("export", help="write a run's or a checkpoint's drafter in the serving format")
+    export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
+    export.add_argument("out", type=Path, metavar="OUT")
+    export.set_defaults(run=run_export)
+
+    evaluation = commands.add_parser("evaluate", help="decode prompts with target and drafter")
+    evaluation.add_argument("--target", required=True, metavar="DIR", help="the target, or its name on the hub")
+    evaluation.add_argument("--drafter", required=True, type=Path, metavar="DIR")
+    evaluation.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl")
+    evaluation.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="a prompt (128)")
+    evaluation.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's"
+    )
+    evaluation.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    evaluation.set_defaults(run=run_evaluate)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, default=Path("ds_config.json"), help="settings file (ds_config.json)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def run_prepare(options: argparse.Namespace) -> int:
+    settings = load_settings(options.config, options.set)
+    target = open_target(settings.target)
+    prepared = prepare_data(settings, settings.data.train, target)
+    print(data.describe(prepared))
+    if options.show:
+        print(data.show(prepared, data.load_tokenizer(target.path, settings.target.trust_remote_code), options.show))
+    if options.histogram:
+        data.histogram(prepared, options.histogram)
+    return 0
+
+
+def run_init(options: argparse.Namespace) -> int:
+    settings: Settings = load_settings(options.config, options.set)
+    target = open_target(settings.target)
+    config = drafter_config(settings, target, data.load_tokenizer(target.path, settings.target.trust_remote_code))
+    _refuse_to_overwrite(options.out)
+    drafter = initial_drafter(config, settings.training.seed, settings.drafter.init_from)
+    write_drafter(drafter.state_dict(), config, options.out)
+    return 0
+
+
+def run_export(options: argparse.Namespace) -> int:
+    source: Path = options.source
+    checkpoint = source if (source / "manifest.json").exists() else newest_checkpoint(source / "checkpoints")
+    if checkpoint is None or not is_whole(checkpoint):
+        raise UserError(f"{source} is neither a run with a whole checkpoint nor a whole checkpoint.")
+    _refuse_to_overwrite(options.out)
+    config, weights = read_drafter(checkpoint / "drafter")
+    write_drafter(weights, config, options.out)
+    print(f"{checkpoint.name} written to {options.out}")
+    return 0
+
+
+def _refuse_to_overwrite(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already: choose a new directory, or remove it first.")
+
+
+def run_evaluate(options: argparse.Namespace) -> int:
+    """Exit code 1 if an output differs from the target's own by more than a tie."""
+    figures = evaluate.evaluate(options.target, options.drafter, options.prompts, options.max_new_tokens, options.dtype)
+    print(json.dumps(figures) if options.json else evaluate.describe(figures))
+    if figures["different"]:
+        print(f"error: {figures['different']} outputs differ from the target's own.", file=sys.stderr)
+        return 1
+    return 0
