@@ -6,6 +6,7 @@ of int64 keys and one pass over the sequence, 0.15 s and 25 MB for a million sam
 """
 
 import heapq
+import itertools
 from array import array
 
 import numpy as np
@@ -93,28 +94,25 @@ def pack(capacities: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     """Greedy packing of a sequence: int64 offsets of the micro-batches, [micro-batches + 1].
 
     A micro-batch holds n samples if n is at most the smallest of their `capacities` (int [samples], at least 1);
-    it ends at the latest where `cuts` (ascending) say. A plain loop over Python numbers: with two dozen samples in
-    a micro-batch it is as fast as one numpy call per micro-batch, and it holds for every grouping.
+    it ends at the latest where `cuts` (ascending) say. A loop over plain numbers: three instructions a sample are
+    faster than any numpy call per micro-batch, for every grouping.
     """
     count = len(capacities)
-    cuts = cuts[(cuts > 0) & (cuts < count)]
-    begins = np.union1d(np.arange(0, count, PACK_CHUNK), cuts).tolist()
-    resets = set(cuts.tolist())
-    starts = array("q", [0])
-    size, room = 0, count + 1
-    for begin, end in zip(begins, [*begins[1:], count], strict=True):
-        if begin in resets:
-            starts.append(begin)
-            size, room = 0, count + 1
-        for place, capacity in enumerate(capacities[begin:end].tolist(), begin):
-            if capacity < room:
-                room = capacity
-            size += 1
-            if size > room:
-                starts.append(place)
-                size, room = 1, capacity
-    starts.append(count)
-    return np.frombuffer(starts, np.int64)
+    runs = np.unique(np.concatenate([[0], cuts[cuts < count], [count]])).tolist()
+    sizes = array("q")
+    for begin, end in itertools.pairwise(runs):
+        size, room = 0, count
+        for first in range(begin, end, PACK_CHUNK):
+            for capacity in capacities[first : min(first + PACK_CHUNK, end)].tolist():
+                if capacity < room:
+                    room = capacity
+                if size < room:
+                    size += 1
+                else:
+                    sizes.append(size)
+                    size, room = 1, capacity
+        sizes.append(size)
+    return np.append(0, np.cumsum(sizes))
 
 
 def fill_updates(offsets: np.ndarray, product: int) -> np.ndarray:

@@ -6,6 +6,7 @@ the samples that were not seen before it.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -93,6 +94,14 @@ class BatchSampler:
             return self.count_updates(epoch)
         stretches = self._whole_epoch(epoch)
         return self._planner(self.product).count_updates(stretches[0]) * len(stretches)
+
+    def lengths_of(self, ids: np.ndarray) -> np.ndarray:
+        """The lengths in a plan of these samples, int32: at most the budget."""
+        return self._samples.effective(ids)
+
+    def kept_lengths(self) -> Iterator[np.ndarray]:
+        """The same of all samples that are planned, in slices of the rows."""
+        return self._samples.kept_lengths()
 
     def _planner(self, product: int) -> Planner:
         if product == self.product:

@@ -88,6 +88,14 @@ class Samples:
         """The lengths that samples count in a plan, int32: at most the budget."""
         return np.minimum(self._lengths[ids], self._budget).astype(np.int32, copy=False)
 
+    def kept_lengths(self) -> Iterator[np.ndarray]:
+        """The lengths in a plan of all samples that are kept, int32, in slices of the rows."""
+        for lengths in self._slices():
+            kept = lengths[lengths > 0]
+            if self._drops:
+                kept = kept[kept <= self._budget]
+            yield np.minimum(kept, self._budget).astype(np.int32, copy=False)
+
     def digest(self) -> str:
         """A digest of all lengths, whatever integer type they are stored in."""
         digest = hashlib.blake2b(digest_size=16)
