@@ -6,27 +6,24 @@ more as the final table. So the tokens are written twice, and no more than a bat
 """
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ds_dflash.data.encode import EncodedRow, EncodeSettings, RowEncoder
 from ds_dflash.data.prepared import ACCOUNTING_FILE, TABLE_DIRECTORY, TABLE_SCHEMA
+from ds_dflash.data.processes import count_processes, pool_of
 from ds_dflash.data.rows import RowDroppedError, columns_of, recognise_format
 from ds_dflash.data.sources import RowPlaces, RowReader, Source, locate_rows
 from ds_dflash.errors import UserError
 
-BATCH_ROWS = 256  # rows that are tokenised by one call, and about what a process holds in memory
-ROWS_PER_PROCESS = 2000  # fewer are done before another process has started
-MAX_PROCESSES = 16
+BATCH_ROWS = 128  # rows that are tokenised by one call, and about what a process holds in memory
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 RESULT_SCHEMA = pa.schema([*TABLE_SCHEMA, ("tokens_cut", pa.int64()), ("reason", pa.string()), ("detail", pa.string())])
 
@@ -106,7 +103,7 @@ def _encode_all(places: RowPlaces, encode: BatchEncoder, scratch: Path, num_proc
     table = datasets.Dataset.from_dict({"file": places.file, "place": places.place, "extent": places.extent})
     rows = len(table)
     processes = min(count_processes(rows) if num_proc is None else num_proc, rows)
-    with tokenizers_in_one_thread(processes > 1):
+    with pool_of(processes):
         return table.map(
             encode,
             batched=True,
@@ -121,33 +118,13 @@ def _encode_all(places: RowPlaces, encode: BatchEncoder, scratch: Path, num_proc
         )
 
 
-def count_processes(rows: int) -> int:
-    """Processes for that many rows: as many as cores, fewer for a dataset that is done before they have started."""
-    return max(1, min(len(os.sched_getaffinity(0)), MAX_PROCESSES, rows // ROWS_PER_PROCESS))
-
-
-@contextmanager
-def tokenizers_in_one_thread(wanted: bool) -> Iterator[None]:
-    """Keeps the tokenizers library, which reads only this variable, from starting threads in every process."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    if wanted:
-        os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if wanted:
-            os.environ.pop(name)
-            os.environ.update({} if before is None else {name: before})
-
-
 def account(results: pa.Table) -> dict[str, Any]:
     """What became of all rows, from a table of `RESULT_SCHEMA`: rows_in = rows_kept + the sum of dropped."""
     reasons = results.column("reason")
     dropped = {item["values"]: item["counts"] for item in reasons.drop_null().value_counts().to_pylist()}
     kept = reasons.is_null().to_numpy()
     lengths = results.column("length").to_numpy()[kept]
-    supervised = sum(pa.compute.sum(chunk.values).as_py() or 0 for chunk in results.column("loss_mask").chunks)
+    supervised = sum(pc.sum(chunk.values).as_py() or 0 for chunk in results.column("loss_mask").chunks)
     tokens = int(lengths.sum(dtype=np.int64))
     return {
         "rows_in": len(results),
@@ -164,7 +141,7 @@ def account(results: pa.Table) -> dict[str, Any]:
 
 
 def _first_dropped(results: pa.Table, reason: str) -> str:
-    row = pa.compute.index(results.column("reason"), reason).as_py()
+    row = pc.index(results.column("reason"), reason).as_py()
     return f"row {row + 1}: {results.column('detail')[row].as_py()}"
 
 

@@ -9,6 +9,7 @@ neighbouring supervised tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def mask_from_offsets(offsets: Sequence[tuple[int, int]], spans: list[Span] | No
     """Bool [length]: the tokens, at character `offsets` [length, 2] in order, that overlap one of the spans."""
     if spans is None:
         return np.ones(len(offsets), bool)
-    start, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    start, end = np.fromiter(chain.from_iterable(offsets), np.int64).reshape(-1, 2).T
     loss_mask = np.zeros(len(offsets), bool)
     for first, last in spans:
         loss_mask |= (end > first) & (start < last)

@@ -9,24 +9,22 @@ Two more renderings carry marks, characters of a private plane of Unicode that n
   tail of one message and the header of the next, told apart by the skeleton of the conversation cut in between.
 
 A message ends where tail and header of the skeleton are both found at its mark. A turn's part that the target writes
-starts behind the generation prompt, or behind the header where a template leaves out of earlier turns a part of the
-prompt (an opened thinking block). Everything is compared with the real rendering and nothing is assumed: what does not
-fit has no answer. Skeletons are remembered, as most conversations of a dataset share few of them.
+starts behind the generation prompt (with or without thinking, as the turn has it), or behind the header where a
+template leaves a part of the prompt (an opened thinking block) out of earlier turns. All is compared with the real
+rendering and nothing is assumed: what does not fit has no answer. Skeletons are remembered, as most conversations of a
+dataset share few of them.
 """
 
 import json
 import re
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
-from ds_dflash.data.template import RENDER_ERRORS, ChatTemplate, Message
+from ds_dflash.data.template import RENDER_ERRORS, ChatTemplate, Message, Tools
 
 FIRST_MARK = 0xF0000
 LAST_MARK = 0xFFFFD
 MARKS = re.compile(f"([{chr(FIRST_MARK)}-{chr(LAST_MARK)}])")
-
-Tools = list[dict[str, Any]] | None
 
 
 def end_mark(index: int) -> str:
@@ -93,29 +91,30 @@ class Landmarks:
         if header is None:
             return None
         if self._messages[index]["role"] == "assistant":
-            prompt = self._skeleton.generation_prompt(index)
-            header = _assistant_header(header, prompt, self._text[begin:], first=index == 0)
+            prompts = self._skeleton.generation_prompts(index)
+            header = _assistant_header(header, prompts, self._text[begin:], first=index == 0)
         if header is None or not self._text.startswith(header, begin):
             return None
         return begin + len(header)
 
 
-def _assistant_header(header: str, prompt: str | None, turn: str, *, first: bool) -> str | None:
+def _assistant_header(header: str, prompts: list[str], turn: str, *, first: bool) -> str | None:
     """The part of an assistant turn's beginning that is prompt.
 
-    `header` is what the template puts before the content; an unmarked beginning of the conversation is part of it
-    for the `first` message.
+    `header` is what the template puts before the content, for the `first` message with the beginning of the
+    conversation in front. `prompts` are what a target may have been given, likeliest first.
     """
-    if prompt is None:
+    if not prompts:
         return None
-    if not prompt:
+    if not prompts[0]:
         return header if header.strip() else ""
     if first:
-        found = header.rfind(prompt)
-        return header[: found + len(prompt)] if found >= 0 else None
-    if turn.startswith(prompt):
-        return prompt
-    return header if prompt.startswith(header) else None
+        found = header.rfind(prompts[0])
+        return header[: found + len(prompts[0])] if found >= 0 else None
+    for prompt in prompts:
+        if turn.startswith(prompt):
+            return prompt
+    return header if prompts[0].startswith(header) else None
 
 
 class Skeleton:
@@ -136,9 +135,16 @@ class Skeleton:
         """What precedes the content of message `index` and belongs to it."""
         return self._remember("header", index, self._find_header)
 
-    def generation_prompt(self, index: int) -> str | None:
-        """What the generation prompt adds behind the messages before `index` (behind the first, for index 0)."""
-        return self._remember("prompt", max(index, 1), self._find_generation_prompt)
+    def generation_prompts(self, index: int) -> list[str]:
+        """What generation prompts add behind the messages before `index` (behind the first, for index 0).
+
+        The template's own comes first, then those without and with thinking; empty if even the first is not found.
+        """
+        prompts = [
+            self._remember(f"prompt {thinking}", max(index, 1), partial(self._find_prompt, thinking=thinking))
+            for thinking in (None, False, True)
+        ]
+        return [prompt for prompt in prompts if prompt is not None] if prompts[0] is not None else []
 
     def _remember(self, kind: str, index: int, find: Callable[[int], str | None]) -> str | None:
         if (kind, index) not in self._remembered:
@@ -165,10 +171,10 @@ class Skeleton:
             between = between[len(tail) :]
         return None if MARKS.search(between) else between
 
-    def _find_generation_prompt(self, index: int) -> str | None:
+    def _find_prompt(self, index: int, *, thinking: bool | None) -> str | None:
         messages = self._messages[:index]
         bare = self._template.render(messages, self._tools)
-        prompted = self._template.render(messages, self._tools, add_generation_prompt=True)
+        prompted = self._template.render(messages, self._tools, add_generation_prompt=True, enable_thinking=thinking)
         return prompted[len(bare) :] if prompted.startswith(bare) else None
 
 

@@ -183,11 +183,11 @@ def parse_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def parse_tokens(row: Row) -> Tokens:
-    input_ids = np.asarray(row["input_ids"])
+    input_ids = as_array(row["input_ids"])
     if input_ids.ndim != 1 or input_ids.dtype.kind not in "iu":
         raise RowDroppedError("bad_tokens", "`input_ids` is not a list of whole numbers")
     given = row.get("loss_mask")
-    loss_mask = np.ones(len(input_ids), bool) if given is None else np.asarray(given)
+    loss_mask = np.ones(len(input_ids), bool) if given is None else as_array(given)
     if loss_mask.dtype.kind not in "biu" or loss_mask.ndim != 1:
         raise RowDroppedError("bad_tokens", "`loss_mask` is not a list of 0 and 1")
     if len(loss_mask) != len(input_ids):
@@ -195,6 +195,13 @@ def parse_tokens(row: Row) -> Tokens:
             "mask_length_differs", f"`loss_mask` has {len(loss_mask)} entries for {len(input_ids)} tokens"
         )
     return Tokens(input_ids.astype(np.int64), loss_mask.astype(bool))
+
+
+def as_array(value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of lists of several lengths
+        return np.asarray(None)
 
 
 def from_json(value: Any, reason: str) -> Any:

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 import datasets
 import numpy as np
-from huggingface_hub import HfFileSystem, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
+from huggingface_hub.errors import HFValidationError, HTTPError  # the base of what its HTTP library raises
 
 from ds_dflash.data.tables import TableFile, open_table
 from ds_dflash.errors import UserError
@@ -27,6 +27,7 @@ from ds_dflash.errors import UserError
 JSON_SUFFIXES = (".json", ".jsonl")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 SUFFIXES = JSON_SUFFIXES + TABLE_SUFFIXES
+HUB_SECONDS = 10.0
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -95,12 +96,13 @@ def _directory_files(source: str, directory: Path) -> list[Path]:
 def _hub_files(source: str) -> list[Path]:
     files = []
     try:
+        HfApi().dataset_info(source, timeout=HUB_SECONDS)  # `datasets` itself would try for half a minute
         for url in _builder_files(source, source):
             place: Any = HfFileSystem().resolve_path(url)
             files.append(
                 hf_hub_download(place.repo_id, place.path_in_repo, repo_type="dataset", revision=place.revision)
             )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"{source}: no such file or directory, and the Hub gave no dataset of that name ({reason})."

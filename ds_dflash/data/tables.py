@@ -78,4 +78,6 @@ def without_nulls(value: Any) -> Any:
     """The value without keys that hold null: a table fills every key that any of its rows has into all of them."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list) and not (value and isinstance(value[0], int)):  # token ids are many and hold no keys
+        return [without_nulls(item) for item in value]
+    return value

@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ds_dflash.errors import UserError
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
 Span = tuple[int, int]
 
 # What a template may raise over a conversation that it cannot render; anything else is a bug of ours.
@@ -46,28 +47,34 @@ class ChatTemplate:
         return "add_generation_prompt" in self.text
 
     def render(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        add_generation_prompt: bool = False,
+        enable_thinking: bool | None = None,
     ) -> str:
-        """The conversation as text; raises one of `RENDER_ERRORS` where the template refuses it."""
-        return self._render(messages, tools, add_generation_prompt, False)[0][0]
+        """The conversation as text; raises one of `RENDER_ERRORS` where the template refuses it.
 
-    def render_with_spans(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[Span]]:
+        `enable_thinking` is what templates of reasoning models call their switch; None leaves it to the template.
+        """
+        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **switches})[0][0]
+
+    def render_with_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         """The conversation as text and the character spans inside the template's `{% generation %}` tags."""
-        rendered, spans = self._render(messages, tools, False, True)
+        rendered, spans = self._render(messages, tools, {"return_assistant_tokens_mask": True})
         return rendered[0], [(start, end) for start, end in spans[0]]
 
     def _render(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, prompt: bool, spans: bool
+        self, messages: Sequence[Message], tools: Tools, options: dict[str, Any]
     ) -> tuple[list[str], list[list[Span]]]:
         return render_jinja_template(  # type: ignore[return-value]
             conversations=[list(messages)],
             tools=tools,  # type: ignore[arg-type]
             chat_template=self.text,
-            add_generation_prompt=prompt,
-            return_assistant_tokens_mask=spans,
             **dict(self.special_tokens),  # type: ignore[arg-type]
+            **options,
         )
 
 
@@ -91,7 +98,7 @@ class Templates:
         for template in (self._plain, self._with_tools):
             _check_syntax(template, tokenizer_path)
 
-    def for_tools(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
+    def for_tools(self, tools: Tools) -> ChatTemplate:
         return self._with_tools if tools else self._plain
 
 

@@ -39,49 +39,42 @@ def render_chat(template: ChatTemplate, chat: Chat, supervise: str) -> tuple[str
 
 
 def _render_whole(template: ChatTemplate, chat: Chat) -> tuple[Chat, str, list[Span]]:
-    try:
-        return chat, *_render_tagged(template, chat)
-    except RENDER_ERRORS as error:
-        decoded = decode_arguments(chat)
-        if decoded is None:
-            raise RowDroppedError("bad_messages", f"the chat template refuses them: {error}") from None
-    try:
-        return decoded, *_render_tagged(template, decoded)
-    except RENDER_ERRORS as error:
-        raise RowDroppedError("bad_messages", f"the chat template refuses them: {error}") from None
+    """The chat as the template accepts it, its rendering and the spans inside generation tags."""
+    refusal: Exception | None = None
+    for arguments in (None, dict, str):
+        try:
+            accepted = chat if arguments is None else with_arguments(chat, arguments)
+            if template.has_generation_tags:
+                return accepted, *template.render_with_spans(accepted.messages, accepted.tools)
+            return accepted, template.render(accepted.messages, accepted.tools), []
+        except RENDER_ERRORS as error:
+            refusal = refusal or error
+    raise RowDroppedError("bad_messages", f"the chat template refuses them: {refusal}")
 
 
-def _render_tagged(template: ChatTemplate, chat: Chat) -> tuple[str, list[Span]]:
-    if template.has_generation_tags:
-        return template.render_with_spans(chat.messages, chat.tools)
-    return template.render(chat.messages, chat.tools), []
+def with_arguments(chat: Chat, kind: type) -> Chat:
+    """The same chat with the arguments of tool calls as objects (`dict`) or as JSON text (`str`, OpenAI's way).
 
-
-def decode_arguments(chat: Chat) -> Chat | None:
-    """The same chat with tool call arguments that are JSON text (OpenAI's way) as objects; None without any.
-
-    Some templates accept only objects; servers decode the text before they render.
+    A template accepts one or the other, and datasets have both.
     """
-    changed = False
     messages = []
     for message in chat.messages:
         calls = message.get("tool_calls")
         if isinstance(calls, list):
-            decoded = [_decode_call(call) for call in calls]
-            changed = changed or decoded != calls
-            message = {**message, "tool_calls": decoded}
+            message = {**message, "tool_calls": [_with_arguments(call, kind) for call in calls]}
         messages.append(message)
-    return Chat(messages, chat.tools) if changed else None
+    return Chat(messages, chat.tools)
 
 
-def _decode_call(call: Any) -> Any:
+def _with_arguments(call: Any, kind: type) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), kind):
         return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except json.JSONDecodeError:
-        return call
+    arguments = function.get("arguments")
+    if kind is str:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        arguments = json.loads(arguments)  # a ValueError, were it not JSON: the template would refuse it as well
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -116,7 +109,11 @@ class TurnFinder:
         if end is None:
             end = self.landmarks.end(turn)
         if start is None or end is None or end < start:
-            raise RowDroppedError("mask_not_found", f"message {turn + 1} is not found in the rendered conversation")
+            raise RowDroppedError(
+                "mask_not_found",
+                f"message {turn + 1} cannot be told apart in what the chat template prints; "
+                "a template with {% generation %} tags would say where it is",
+            )
         return start, start + len(self._text[start:end].rstrip())
 
     @property
