@@ -32,7 +32,7 @@ MEGABATCH, DYNAMIC_BUCKETS = 50, 30
 
 @dataclass(frozen=True)
 class Batches:
-    """One epoch: indices int [samples], sizes int [micro-batches], computed (tokens with padding) int [micro-batches]."""
+    """One epoch: indices int [samples]; sizes and computed (tokens with padding), both int [micro-batches]."""
 
     indices: np.ndarray
     sizes: np.ndarray

@@ -47,7 +47,8 @@ class BatchSampler:
             return ()
         if settings.bucket_edges is not None:
             return settings.bucket_edges
-        ids = self._samples.block(0, epoch=0)
+        blocks = (self._samples.block(number, epoch=0) for number in range(self._samples.num_blocks))
+        ids = next(ids for ids in blocks if len(ids))  # a block is a random part of all
         if len(ids) > BLOCK_ROWS:
             ids = ids[Stream(np.random.SeedSequence(0)).raw(BLOCK_ROWS) % np.uint64(len(ids))]
         lengths = self._samples.effective(ids)

@@ -46,9 +46,12 @@ def _draw_lengths(
         scale = mix.histogram.sum() / len(pool)
         label = f"{len(pool):,} at random, as in each of {-(-kept // size):,} pools (new ones every epoch), scaled"
         axes.hist(pool, edges, weights=np.full(len(pool), scale), histtype="step", color=ORANGE, lw=1.6, label=label)
-    for number, edge in enumerate(sampler.bucket_edges):
-        label = f"{len(sampler.bucket_edges) + 1} buckets" if number == 0 else None
-        axes.axvline(edge, color=ORANGE, lw=1.4, label=label)
+    used = np.unique(np.searchsorted(sampler.bucket_edges, np.flatnonzero(mix.histogram), "right"))
+    for number in used[1:]:
+        label = (
+            f"edges of {len(used)} buckets" if number == used[1] else "_"
+        )  # matplotlib lists no label that begins so
+        axes.axvline(sampler.bucket_edges[number - 1], color=ORANGE, lw=1.4, label=label)
     axes.set(title="Lengths", xlabel="length [tokens]", ylabel="samples", xlim=(edges[0], edges[-1]))
     axes.legend(loc="upper right")
 
@@ -76,7 +79,7 @@ def _draw_mix(axes: Axes, sampler: BatchSampler, mix: LengthMix, dispatch: Dispa
     colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.95, BUCKETS))
     bounds = [int(np.flatnonzero(mix.histogram)[0]), *mix.edges.tolist(), len(mix.histogram)]
     below = np.zeros(len(sizes))
-    for bucket in range(BUCKETS):
+    for bucket in np.flatnonzero(mix.token_share):
         label = f"{bounds[bucket]:,} to {bounds[bucket + 1] - 1:,}"
         axes.bar(np.arange(len(sizes)), shares[:, bucket], 1.0, below, color=colours[bucket], label=label)
         below += shares[:, bucket]
@@ -88,6 +91,6 @@ def _draw_mix(axes: Axes, sampler: BatchSampler, mix: LengthMix, dispatch: Dispa
     axes.legend(handles[::-1], labels[::-1], title="length [tokens]", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _bins(mix: LengthMix) -> np.ndarray:
+def _bins(mix: LengthMix) -> list[float]:
     shortest = int(np.flatnonzero(mix.histogram)[0])
-    return np.linspace(shortest, len(mix.histogram), min(BINS, len(mix.histogram) - shortest) + 1)
+    return np.linspace(shortest, len(mix.histogram), min(BINS, len(mix.histogram) - shortest) + 1).tolist()
