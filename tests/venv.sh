@@ -10,19 +10,22 @@ venv=$root/.venv
 marker=$venv/installed-${extras//,/-}
 wanted=$(cd "$root" && { pwd; cat pyproject.toml; } | cksum)
 
+candidates="python3.11 python3.12 python3.13 python3"
+
 usable() {
     "$1" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
 
 find_python() {
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    for candidate in ${PYTHON:-$candidates}; do
         if usable "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    echo "Found no Python 3.11 or newer with its venv module (looked for: ${PYTHON:-python3.11, python3.12," \
-        "python3.13, python3}); install one (Debian, Ubuntu: apt install python3 python3-venv) or name it in PYTHON." >&2
+    printf '%s %s\n' >&2 \
+        "Found no Python 3.11 or newer with its venv module, looking for ${PYTHON:-$candidates}:" \
+        "install one (Debian, Ubuntu: apt install python3 python3-venv), or name it in PYTHON."
     exit 1
 }
 
@@ -34,6 +37,6 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     echo "Creating $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
 fi
-echo "Installing ds_dflash[$extras] into $venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$root[$extras]"
+echo "Installing ds_dflash[$extras] into $venv (some minutes the first time)"
+"$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --editable "$root[$extras]"
 echo "$wanted" >"$marker"

@@ -147,7 +147,9 @@ def renders_exactly(row: list[Message], answer: list[int], tokenizer: PreTrained
 
 def write_jsonl(file: Path, conversations: Iterable[list[Message]]) -> None:
     lines: list[dict[str, Any]] = [{"messages": messages} for messages in conversations]
-    write_atomically(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    if not file.exists() or file.read_text() != text:  # run.sh evaluates anew where a file is newer
+        write_atomically(file, text)
 
 
 def write_atomically(file: Path, text: str) -> None:
