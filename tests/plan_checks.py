@@ -44,7 +44,7 @@ def padded_tokens(lengths: np.ndarray, indices: np.ndarray, offsets: np.ndarray)
 
 def check_plan(lengths: np.ndarray, indices: np.ndarray, offsets: np.ndarray, budget: int, product: int) -> None:
     """Each sample once, whole updates, none empty, the budget held."""
-    assert sorted(indices.tolist()) == list(range(len(lengths)))
+    assert np.array_equal(np.sort(indices), np.arange(len(lengths)))
     assert offsets[0] == 0
     assert offsets[-1] == len(indices)
     assert (len(offsets) - 1) % product == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import contents, ids_of, walk
-from test_batching_plan import block_size, few, recipes, some_blocks, some_lengths
+from plan_recipes import block_size, few, recipes, some_blocks, some_lengths
 
 from ds_dflash.batching import BatchSampler, PlanSettings, Position, check_fingerprint
 from ds_dflash.errors import UserError
