@@ -4,8 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ds_dflash.data import PreparedDataset, prepare
+from ds_dflash.errors import UserError
+
+END = "<|im_end|>"
 
 CHATML = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -59,6 +66,12 @@ THINKING = """{%- if tools %}
 # As THINKING, but the prompt leaves the thinking block to the target (Qwen3).
 THINKING_UNOPENED = THINKING.replace("assistant\\n<think>\\n' }}{%- endif %}", "assistant\\n' }}{%- endif %}")
 
+# No generation prompt at all: what an assistant turn begins with is known from the template alone.
+CHATML_UNPROMPTED = CHATML.split("{%- if add_generation_prompt")[0]
+
+# Earlier answers are cut short, so that nothing tells where they end.
+FORGETFUL = CHATML.replace("message.content +", "(message.content if loop.last else message.content[:4]) +")
+
 INST = """{{- bos_token }}{%- for message in messages %}
 {%- if message.role == 'user' %}{{- '[INST] ' + message.content + ' [/INST]' }}
 {%- elif message.role == 'assistant' %}{{- ' ' + message.content + eos_token }}
@@ -103,3 +116,59 @@ def chat(*contents: str) -> dict[str, Any]:
     """A row of messages: user, assistant, user, ..."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]}
+
+
+def supervised_texts(input_ids: np.ndarray, loss_mask: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of every run of supervised tokens."""
+    padded = np.concatenate([[False], loss_mask, [False]])
+    edges = np.flatnonzero(padded[1:] != padded[:-1]).reshape(-1, 2)
+    return [str(tokenizer.decode(input_ids[first:last], clean_up_tokenization_spaces=False)) for first, last in edges]
+
+
+class Preparer:
+    """`prepare` with a cache and a tokenizer of its own."""
+
+    def __init__(self, directory: Path, tokenizer_path: Path) -> None:
+        self.directory = directory
+        self.cache = directory / "cache"
+        self.tokenizer_path = tokenizer_path
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+
+    def __call__(self, source: Path | str, **changes: Any) -> PreparedDataset:
+        settings: dict[str, Any] = {
+            "tokenizer_path": self.tokenizer_path,
+            "max_length": 256,
+            "supervise": "assistant",
+            "chat_template": None,
+            "cache_dir": self.cache,
+            "num_proc": None,
+        }
+        return prepare(str(source), **{**settings, **changes})
+
+    def rows(self, rows: list[dict[str, Any]], **changes: Any) -> PreparedDataset:
+        return self(write_jsonl(self.directory / "rows.jsonl", rows), **changes)
+
+    def texts(self, prepared: PreparedDataset) -> list[tuple[str, list[str]]]:
+        """Of every row: its text, and the texts of its supervised runs."""
+        return [
+            (str(self.tokenizer.decode(ids)), supervised_texts(ids, mask, self.tokenizer))
+            for ids, mask in prepared.rows(range(len(prepared)))
+        ]
+
+    def refusal(self, source: Path | str, **changes: Any) -> str:
+        """The one sentence that says why there is no such dataset; nothing is left that looks like one."""
+        with pytest.raises(UserError) as caught:
+            self(source, **changes)
+        left = list(self.cache.glob("*"))
+        assert all(path.is_file() for path in left)
+        sentence = str(caught.value)
+        assert "\n" not in sentence
+        assert sentence.endswith(".")
+        return sentence
+
+
+def assert_every_row_is_accounted_for(prepared: PreparedDataset, rows_in: int) -> None:
+    accounting = prepared.accounting
+    assert accounting["rows_in"] == rows_in
+    assert rows_in == len(prepared) + sum(accounting["dropped"].values())
+    assert accounting["rows_kept"] == len(prepared) == len(prepared.lengths)

@@ -43,26 +43,35 @@ class Landmarks:
         self._text = text
         self._places: dict[str, int] = {}
         self._skeleton: Skeleton | None = None
-        if 2 * len(messages) > LAST_MARK - FIRST_MARK or max(text) >= chr(FIRST_MARK):
+        if 2 * len(messages) > LAST_MARK - FIRST_MARK or max(text, default="") >= chr(FIRST_MARK):
             return  # the marks would not be unique
         try:
-            marked = template.render([_mark(i, message) for i, message in enumerate(messages)], tools)
+            self._places = self._place(template, tools, empty=True) or self._place(template, tools, empty=False)
             skeleton = json.dumps([_hollow(i, message) for i, message in enumerate(messages)])
             self._skeleton = _skeleton(template, skeleton, json.dumps(tools))
         except RENDER_ERRORS:
             return
-        self._places = place_marks(marked, text)
+
+    def _place(self, template: ChatTemplate, tools: Tools, *, empty: bool) -> dict[str, int]:
+        marked = [_mark(i, message, empty=empty) for i, message in enumerate(self._messages)]
+        return place_marks(template.render(marked, tools), self._text)
 
     def end(self, index: int) -> int | None:
         """Where message `index` ends, its end-of-turn token and the template's white space included."""
         if self._skeleton is None:
             return None
         if index == len(self._messages) - 1:
-            return len(self._text)
+            return len(self._text) - len(self._footer(index))
         for candidate in (self._end_from_own_mark(index), self._end_from_next_mark(index)):
             if candidate is not None and self._behind_header(index + 1, candidate) is not None:
                 return candidate
         return None
+
+    def _footer(self, last: int) -> str:
+        """What the template prints behind the last message, whoever wrote that: mostly nothing."""
+        assert self._skeleton is not None
+        footer = self._skeleton.footer(last) or ""
+        return footer if self._text.endswith(footer) else ""
 
     def written_from(self, index: int) -> int | None:
         """Where in assistant turn `index` the target starts to write: behind the generation prompt."""
@@ -106,15 +115,14 @@ def _assistant_header(header: str, prompts: list[str], turn: str, *, first: bool
     """
     if not prompts:
         return None
-    if not prompts[0]:
+    if "" in prompts:
         return header if header.strip() else ""
-    if first:
-        found = header.rfind(prompts[0])
-        return header[: found + len(prompts[0])] if found >= 0 else None
     for prompt in prompts:
+        if first and prompt in header:
+            return header[: header.rindex(prompt) + len(prompt)]
         if turn.startswith(prompt):
             return prompt
-    return header if prompts[0].startswith(header) else None
+    return header if any(prompt.startswith(header) for prompt in prompts) and not first else None
 
 
 class Skeleton:
@@ -125,7 +133,6 @@ class Skeleton:
         self._messages = messages
         self._tools = tools
         self._remembered: dict[tuple[str, int], str | None] = {}
-        self._whole = template.render(messages, tools)
 
     def tail(self, index: int) -> str | None:
         """What follows the content of message `index` and belongs to it."""
@@ -135,16 +142,28 @@ class Skeleton:
         """What precedes the content of message `index` and belongs to it."""
         return self._remember("header", index, self._find_header)
 
+    def footer(self, index: int) -> str | None:
+        """What follows message `index` and belongs to none, if the conversation ends there."""
+        return self._remember("footer", index, self._find_footer)
+
     def generation_prompts(self, index: int) -> list[str]:
         """What generation prompts add behind the messages before `index` (behind the first, for index 0).
 
         The template's own comes first, then those without and with thinking; empty if even the first is not found.
         """
-        prompts = [
+        found = [
             self._remember(f"prompt {thinking}", max(index, 1), partial(self._find_prompt, thinking=thinking))
             for thinking in (None, False, True)
         ]
-        return [prompt for prompt in prompts if prompt is not None] if prompts[0] is not None else []
+        if found[0] is None:
+            return []
+        footer, header = self.footer(max(index, 1) - 1) or "", self.header(index) or ""
+        # The footer stands behind the prompt as well, if the template does not leave it out there.
+        return [
+            prompt if header.startswith(prompt) else prompt.removesuffix(footer)
+            for prompt in found
+            if prompt is not None
+        ]
 
     def _remember(self, kind: str, index: int, find: Callable[[int], str | None]) -> str | None:
         if (kind, index) not in self._remembered:
@@ -155,27 +174,66 @@ class Skeleton:
         return self._remembered[kind, index]
 
     def _find_tail(self, index: int) -> str | None:
-        _, mark, tail = self._template.render(self._messages[: index + 1], self._tools).partition(end_mark(index))
-        return tail if mark and not MARKS.search(tail) else None
+        closing = self._closing(index)
+        following = self._remember("between", index + 1, self._find_between)
+        if closing is None or following is None:
+            return closing if index == len(self._messages) - 1 else None
+        return common_tail(closing, following)
+
+    def _find_footer(self, index: int) -> str | None:
+        closing, tail = self._closing(index), self.tail(index)
+        return closing.removeprefix(tail) if closing is not None and tail is not None else None
 
     def _find_header(self, index: int) -> str | None:
-        previous = end_mark(index - 1) if index else ""
-        if self._whole.count(end_mark(index)) != 1 or (previous and self._whole.count(previous) != 1):
+        between = self._remember("between", index, self._find_between)
+        tail = self.tail(index - 1) if index else ""
+        return None if between is None or tail is None else between.removeprefix(tail)
+
+    def _closing(self, index: int) -> str | None:
+        """All that follows the content of message `index` if the conversation ends there: tail and footer."""
+        return self._remember("closing", index, lambda i: self._behind_mark(i, self._render(i + 1)))
+
+    def _find_between(self, index: int) -> str | None:
+        """What lies between the contents of message `index` and the one before: tail and header.
+
+        Behind the last message a question is imagined.
+        """
+        whole = self._render(len(self._messages))
+        if index == len(self._messages):
+            question = {"role": "user", "content": end_mark(index)}
+            whole = self._template.render([*self._messages, question], self._tools)
+        if whole.count(end_mark(index)) != 1:
             return None
-        between = self._whole[: self._whole.index(end_mark(index))]
-        if previous:
-            _, mark, between = between.partition(previous)
-            tail = self.tail(index - 1)
-            if not mark or tail is None or not between.startswith(tail):
-                return None
-            between = between[len(tail) :]
-        return None if MARKS.search(between) else between
+        before = whole[: whole.index(end_mark(index))]
+        return self._behind_mark(index - 1, before) if index else before
 
     def _find_prompt(self, index: int, *, thinking: bool | None) -> str | None:
-        messages = self._messages[:index]
-        bare = self._template.render(messages, self._tools)
-        prompted = self._template.render(messages, self._tools, add_generation_prompt=True, enable_thinking=thinking)
-        return prompted[len(bare) :] if prompted.startswith(bare) else None
+        prompted = self._render(index, add_generation_prompt=True, enable_thinking=thinking)
+        closing, tail = self._behind_mark(index - 1, prompted), self.tail(index - 1)
+        if closing is None or tail is None or not closing.startswith(tail):
+            return None
+        return closing.removeprefix(tail)
+
+    def _render(self, count: int, **options: bool | None) -> str:
+        return self._template.render(self._messages[:count], self._tools, **options)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _behind_mark(index: int, text: str) -> str | None:
+        _, mark, rest = text.partition(end_mark(index))
+        return rest if mark and not MARKS.search(rest) else None
+
+
+def common_tail(closing: str, following: str) -> str | None:
+    """The tail in `closing` (tail and footer) and `following` (tail and header), or None.
+
+    Where footer and header begin alike, the tail ends with the white space before them.
+    """
+    differ = (i for i, (one, other) in enumerate(zip(closing, following, strict=False)) if one != other)
+    common = closing[: next(differ, min(len(closing), len(following)))]
+    if len(common) == len(closing):
+        return common
+    tail = re.sub(r"\S+\Z", "", common)
+    return tail if tail.strip() else None
 
 
 @lru_cache(maxsize=256)
@@ -189,12 +247,17 @@ def _hollow(index: int, message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": mark}] if parts else mark}
 
 
-def _mark(index: int, message: Message) -> Message:
-    """The message with marks around its content; a message without text stays unmarked."""
+def _mark(index: int, message: Message, *, empty: bool) -> Message:
+    """The message with marks around its content.
+
+    A message without text stays unmarked, but that the user's or a tool's is marked if `empty`: most templates print
+    it all the same, while an assistant's content may be empty next to tool calls.
+    """
     before = "" if message["role"] == "assistant" else start_mark(index)
     content = message.get("content")
     if isinstance(content, str):
-        return {**message, "content": before + content + end_mark(index)} if content else message
+        marked = content or (empty and before)
+        return {**message, "content": before + content + end_mark(index)} if marked else message
     texts = [i for i, part in enumerate(content or ()) if isinstance(part.get("text"), str)]
     if content is None or not texts:
         return message

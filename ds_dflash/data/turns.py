@@ -103,9 +103,9 @@ class TurnFinder:
     def find(self, turn: int) -> Span:
         """The characters [start, end) of message `turn` that the target would write."""
         start = self._start_from_prefix(turn)
+        end = self._end_from_prefix(turn) if start is not None else None
         if start is None:
             start = self.landmarks.written_from(turn)
-        end = self._end_from_prefix(turn)
         if end is None:
             end = self.landmarks.end(turn)
         if start is None or end is None or end < start:
@@ -125,11 +125,12 @@ class TurnFinder:
     def _start_from_prefix(self, turn: int) -> int | None:
         if turn == 0 or not self._template.has_generation_prompt:
             return None
-        prompt = self._render(turn, True)
-        # Without a generation prompt the turn's header, which is the template's, would pass for the target's.
-        if prompt is None or not self._text.startswith(prompt) or prompt == self._render(turn, False):
+        prompt, bare = self._render(turn, True), self._render(turn, False)
+        if prompt is None or bare is None or not self._text.startswith(prompt):
             return None
-        return len(prompt)
+        # Without a prompt, the turn's header, which is the template's, would pass for the target's; and where the
+        # prompt does not just go on, something is printed behind every conversation, which the answer may begin with.
+        return len(prompt) if prompt.startswith(bare) and prompt != bare else None
 
     def _end_from_prefix(self, turn: int) -> int | None:
         if turn == len(self._chat.messages) - 1:
