@@ -123,3 +123,7 @@ def run_evaluate(options: argparse.Namespace) -> int:
         print(f"error: {figures['different']} outputs differ from the target's own.", file=sys.stderr)
         return 1
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,19 +21,22 @@ class ProgressCurve:
         return self.segments[-1][2]
 
     def at(self, update: int) -> float:
-        """Progress in [0, 1] of an update (counted from 1) of the latest segment."""
+        """Progress in [0, 1] of an update (counted from 1; 0: the start) of the latest segment."""
         start, progress, total = self.segments[-1]
         if update >= total:
             return 1.0
         return progress + (1.0 - progress) * (update - start) / (total - start)
 
     def set_total(self, done: int, total: int) -> None:
-        """From now on the run has `total` updates; `done` of them are made."""
+        """From now on the run has `total` updates; `done` of them are made.
+
+        A curve that has come to its end starts again at done / total: a finished run is made longer.
+        """
         assert total >= done
         if not self.segments:
             self.segments.append((0, 0.0, total))
         elif total != self.total:
-            self.segments.append((done, self.at(done) if done else 0.0, total))
+            self.segments.append((done, self.at(done) if done < self.total else done / total, total))
 
     def to_json(self) -> list[list[float]]:
         return [list(segment) for segment in self.segments]

@@ -10,9 +10,10 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import datasets
 import numpy as np
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="move an old run of this name aside and start over")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # given by the launcher, which sets LOCAL_RANK too
     options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     try:
         train(load_settings(options.config, options.set), options.fresh)
     except UserError as error:
@@ -64,7 +66,9 @@ def train(settings: Settings, fresh: bool = False) -> None:
     if rank > 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
-    if not torch.cuda.is_available():  # the ranks of a node share its cores, and none may spin on another's
+    if (
+        not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ
+    ):  # the ranks of a node share its cores, and none may spin on another's
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_per_node))
     roles = Roles.assign(settings.topology, world_size, ranks_per_node)
     directory = RunDirectory(settings)
@@ -92,10 +96,21 @@ def train(settings: Settings, fresh: bool = False) -> None:
         stopper.fail(str(error))
         raise
     except Exception as error:
+        if stopper.requested:  # a peer has left on the same stop
+            stopper.wait_for_the_end()
         traceback.print_exc()
         stopper.fail(f"{type(error).__name__}: {error}")
-        sys.exit(1)
+        leave(1)
+    if stopper.requested:
+        leave(0)
     finish_together(topology, stopper, world_size)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: threads may sit in waits that nothing ends."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run_target(job: Job, topology: Topology, stopper: Stopper, progress: Progress) -> None:
