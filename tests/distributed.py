@@ -53,8 +53,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(ranks: int, config: Path, *arguments: str, ranks_per_node: int | None = None) -> Ranks:
-    """Start launch.sh on `ranks` ranks; their output goes to rank-N.log beside the config."""
+def start(
+    ranks: int, config: Path, *arguments: str, ranks_per_node: int | None = None, traced: bool = False
+) -> Ranks:
+    """Start launch.sh on `ranks` ranks; output goes to rank-N.log beside the config, traces to trace-N.jsonl."""
     port, per_node = free_port(), ranks_per_node or ranks
     processes = []
     for rank in range(ranks):
@@ -67,10 +69,12 @@ def start(ranks: int, config: Path, *arguments: str, ranks_per_node: int | None 
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            "TRACE_DIRECTORY": str(config.parent),
             "WANDB_MODE": "offline",
             "PYTHONPATH": str(REPOSITORY),
         }
-        command = [sys.executable, "-u", str(REPOSITORY / "launch.sh"), "--config", str(config), *arguments]
+        program = REPOSITORY / ("tests/traced.py" if traced else "launch.sh")
+        command = [sys.executable, "-u", str(program), "--config", str(config), *arguments]
         log = (config.parent / f"rank-{rank}.log").open("w")
         processes.append(
             subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=config.parent)

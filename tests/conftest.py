@@ -1,0 +1,5 @@
+"""Nothing in a test may reach a network or W&B."""
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", "cpu"))

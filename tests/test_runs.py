@@ -1,0 +1,172 @@
+"""Whole runs of launch.sh on tiny targets: topologies, resumes, stops, results. Every rank is a process."""
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed
+import pytest
+import tiny
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+ROWS = 48
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory) -> Path:
+    """A directory with a target and chats."""
+    directory = tmp_path_factory.mktemp("inputs")
+    tiny.write_target(directory / "target")
+    tiny.write_chats(directory / "train.jsonl", ROWS)
+    return directory
+
+
+@pytest.fixture
+def config(inputs, tmp_path) -> Path:
+    """A settings file of its own for every test; the prepared data are shared."""
+    path = tmp_path / "config.json"
+    content = tiny.settings(
+        inputs / "target", inputs / "train.jsonl", tmp_path / "runs", data={"cache_dir": str(inputs / "cache")}
+    )
+    path.write_text(json.dumps(content))
+    return path
+
+
+def trace(directory: Path) -> dict[int, tuple[int, list[int]]]:
+    """update -> (epoch, sample ids of all ranks), the last word on each update."""
+    by_rank: dict[tuple[str, int], tuple[int, list[int]]] = {}
+    for file in directory.glob("trace-*.jsonl"):
+        for line in map(json.loads, file.read_text().splitlines()):
+            by_rank[file.name, line["update"]] = line["epoch"], line["samples"]
+    updates: dict[int, tuple[int, list[int]]] = {}
+    for (_, update), (epoch, samples) in sorted(by_rank.items()):
+        updates[update] = epoch, updates.get(update, (epoch, []))[1] + samples
+    return updates
+
+
+def samples_by_epoch(directory: Path) -> dict[int, list[int]]:
+    epochs = collections.defaultdict(list)
+    for epoch, samples in trace(directory).values():
+        epochs[epoch] += samples
+    return {epoch: sorted(samples) for epoch, samples in epochs.items()}
+
+
+def losses(directory: Path) -> list[float]:
+    return [line["loss"] for line in distributed.metrics(directory)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rounds", "arguments"),
+    [
+        pytest.param(1, 6, [], id="colocated"),
+        pytest.param(2, 3, ["--set", "topology.mode=colocated"], id="colocated-2"),
+        pytest.param(2, 6, [], id="1+1"),
+        pytest.param(3, 3, [], id="2+1"),
+        pytest.param(4, 3, ["--set", "topology.drafter_ranks=2"], id="2+2"),
+    ],
+)
+def test_every_topology_sees_each_sample_once_an_epoch_and_gives_the_same_losses(
+    config, tmp_path, inputs, ranks, rounds, arguments
+):
+    distributed.run(ranks, config, "--set", f"gradient_accumulation_steps={rounds}", *arguments, traced=True)
+    assert samples_by_epoch(tmp_path) == {0: list(range(ROWS)), 1: list(range(ROWS))}
+    lines = distributed.metrics(tmp_path / "runs" / "run")
+    assert [line["update"] for line in lines] == list(range(1, lines[-1]["updates_total"] + 1))
+    assert lines[-1]["learning_rate"] == 0.0
+    reference = inputs / "reference.json"
+    if not reference.exists():
+        reference.write_text(json.dumps(losses(tmp_path / "runs" / "run")))
+    assert losses(tmp_path / "runs" / "run") == pytest.approx(json.loads(reference.read_text()), rel=1e-4)
+
+
+def test_a_killed_run_goes_on_with_the_same_samples_and_ends_with_the_same_weights(config, tmp_path):
+    epochs = ["--set", "training.num_epochs=12", "--set", "training.save_every=4"]
+    arguments = [*epochs, "--set", "gradient_accumulation_steps=3"]
+    distributed.run(3, config, *arguments, "--set", "run_name=whole")
+    ranks = distributed.start(3, config, *arguments, traced=True)
+    ranks.wait_for_updates(tmp_path / "runs" / "run", 7)
+    ranks.signal(2, signal.SIGKILL)
+    assert all(code != 0 for code in ranks.wait(30))
+    distributed.run(3, config, *arguments, traced=True)
+    assert samples_by_epoch(tmp_path) == {epoch: list(range(ROWS)) for epoch in range(12)}
+    whole, resumed = tmp_path / "runs" / "whole", tmp_path / "runs" / "run"
+    assert losses(resumed) == losses(whole)
+    expected, got = (load_file(run / "drafter" / "model.safetensors") for run in (whole, resumed))
+    assert all((got[name] == expected[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize(("ranks", "signalled"), [(1, 0), (3, 0), (3, 2)])
+def test_sigterm_on_one_rank_saves_the_last_update_and_all_ranks_exit_with_0(config, tmp_path, ranks, signalled):
+    arguments = ["--set", "training.num_epochs=200", "--set", "training.save_every=0"]
+    job = distributed.start(ranks, config, *arguments)
+    run = tmp_path / "runs" / "run"
+    job.wait_for_updates(run, 3)
+    job.signal(signalled, signal.SIGTERM)
+    assert job.wait(30) == [0] * ranks
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{distributed.metrics(run)[-1]['update']:06d}"
+    assert not (run / "drafter").exists()
+
+
+def test_a_finished_run_says_so_and_fresh_starts_over(config, tmp_path):
+    short = ["--set", "training.max_updates=2"]
+    distributed.run(1, config, *short)
+    distributed.run(1, config, *short)
+    assert "is finished: 2 updates" in distributed.output(config, 0)
+    distributed.run(1, config, *short, "--fresh", "--set", "training.seed=1")
+    assert (tmp_path / "runs" / "run.1" / "drafter").is_dir()
+    assert losses(tmp_path / "runs" / "run") != losses(tmp_path / "runs" / "run.1")
+
+
+def test_a_run_learns_and_validates_without_disturbing_the_losses(config, tmp_path):
+    held_out = ["--set", "data.validation_fraction=0.2"]
+    distributed.run(1, config, *held_out, "--set", "run_name=plain")
+    distributed.run(2, config, *held_out, "--set", "training.evaluate_every=2")
+    run = tmp_path / "runs" / "run"
+    validations = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    validations = [line for line in validations if "validation/loss" in line]
+    assert validations[-1]["update"] == distributed.metrics(run)[-1]["update"]
+    assert validations[-1]["validation/loss"] < validations[0]["validation/loss"]
+    assert losses(run) == pytest.approx(losses(tmp_path / "runs" / "plain"), rel=1e-4)
+
+
+def test_bf16_and_dpace_and_an_initial_drafter_run(config, tmp_path):
+    distributed.run(1, config, "--set", "run_name=first")
+    first = tmp_path / "runs" / "first" / "drafter"
+    options = ["bf16.enabled=true", "training.loss=dpace", "training.loss_decay_gamma=null"]
+    options += [f"drafter.init_from={first}", "target.dtype=bfloat16", "run_name=second"]
+    distributed.run(1, config, *(argument for option in options for argument in ("--set", option)))
+    assert losses(tmp_path / "runs" / "second")[-1] < losses(tmp_path / "runs" / "second")[0]
+
+
+def test_the_launcher_runs_7_plus_1_ranks_and_resumes(config, tmp_path):
+    launcher = Path(sys.executable).parent / "deepspeed"
+    command = [str(launcher), "--num_accelerators", "8", str(distributed.REPOSITORY / "launch.sh")]
+    command += ["--config", str(config), "--set", "training.save_every=2", "--set", "gradient_accumulation_steps=1"]
+    environment = os.environ | {
+        "PYTHONPATH": str(distributed.REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+
+    def launch(*arguments: str) -> str:
+        result = subprocess.run(
+            [*command, *arguments], env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=400
+        )
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        return result.stdout
+
+    run = tmp_path / "runs" / "run"
+    launch("--set", "training.max_updates=3")
+    first = losses(run)
+    assert len(first) == 3
+    assert (run / "checkpoints" / "step-000003").is_dir()
+    assert "drafter in" in launch()
+    lines = distributed.metrics(run)
+    assert lines[-1]["update"] == lines[-1]["updates_total"] > 3
+    assert losses(run)[:3] == first
