@@ -1,4 +1,4 @@
-"""DeepSpeed, imported once with its accelerator named: on a machine without GPUs it would search, and warn, for seconds."""
+"""DeepSpeed, imported once with its accelerator named: on a machine without GPUs it would search, and warn."""
 
 import os
 

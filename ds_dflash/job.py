@@ -1,7 +1,7 @@
 """A job: everything that all ranks know alike before the first forward, and the walk through its updates.
 
-Settings, target, data and batches are opened and checked here, so that a user's mistake ends every rank within seconds, before any
-process group exists. The walk is what both roles follow: no message says what comes next.
+Settings, target, data and batches are opened and checked here, so that a user's mistake ends every rank within
+seconds, before any process group exists. The walk is what both roles follow: no message says what comes next.
 """
 
 from collections.abc import Iterator
@@ -159,7 +159,7 @@ class Job:
         return done % every == 0 or self.ends_at(done, position)
 
     def updates_after(self, done: int, position: Position) -> int:
-        """Updates that are left, exact for the epochs that are cheap to plan; the current epoch stands in for others."""
+        """Updates that are left, exact where epochs are cheap to plan; else the current one stands in for the later."""
         training = self.settings.training
         if self.ends_at(done, position):
             return 0

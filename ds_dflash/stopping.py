@@ -1,8 +1,8 @@
 """How a run ends early: signals, a vanished launcher, a rank that failed.
 
-The first rank that gets SIGTERM or SIGINT (or whose launcher is gone) writes a key into the job's store; a thread on every rank
-reads it within `POLL_SECONDS`. Ranks that train save and leave by themselves; a target rank, which may sit in a collective
-that will never end, is ended by its thread once the save is done.
+The first rank that gets SIGTERM or SIGINT (or whose launcher is gone) writes a key into the job's store; a thread on
+every rank reads it within `POLL_SECONDS`. Ranks that train save and leave by themselves; a target rank, which may sit
+in a collective that will never end, is ended by its thread once the save is done.
 """
 
 import os

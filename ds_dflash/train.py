@@ -22,6 +22,7 @@ import torch.distributed as dist
 import transformers
 
 import ds_dflash.accelerator  # noqa: F401  before anything imports DeepSpeed
+from ds_dflash.batching import check_fingerprint
 from ds_dflash.channel import Bridge, Delivery, Parcel, Receiver, Sender
 from ds_dflash.checkpoint import Progress, newest_checkpoint
 from ds_dflash.config import Settings, load_settings
@@ -86,6 +87,9 @@ def train(settings: Settings, fresh: bool = False) -> None:
     try:
         checkpoint = agree_on_start(job, topology, directory, fresh)
         progress = Progress() if checkpoint is None else Progress.read(checkpoint)
+        if checkpoint is not None:
+            check_fingerprint(progress.fingerprint, job.sampler.fingerprint)
+        progress.fingerprint = job.sampler.fingerprint
         if topology.role == "target":
             run_target(job, topology, stopper, progress)
         else:

@@ -75,9 +75,13 @@ class Trainer:
                 self._learn(delivery.features, part, weight, sums)
         except StopRequestedError:
             finished = False
+        self._agree(finished)
+        self._finish(update, weight, sums, waits)
+
+    def _agree(self, finished: bool) -> None:
+        """Raise StopRequestedError on all drafter ranks if one of them could not finish."""
         if self._sum_over_ranks(float(not finished))[0]:
             raise StopRequestedError
-        self._finish(update, weight, sums, waits)
 
     def _mine(self, update: Update) -> list[np.ndarray]:
         """This rank's micro-batches; empty ones only where its own target has to take part in them."""
@@ -152,13 +156,19 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, update: Update, receive: Receive) -> None:
-        """One step of a validation pass; its figures are logged after the last one."""
+        """One step of a validation pass; its figures are logged after the last one. Raises as `train` does."""
         if self._validation is None:
             self._validation = MetricSums(self._step.objective.block_size, self._topology.device)
-        for samples in self._mine(update):
-            features = receive(samples, update).features
-            for part, result in self._step.results(self._engine.drafter, features, self._blocks(samples, update)):
-                self._validation.add(part.block_lengths, result)
+        finished = True
+        try:
+            for samples in self._mine(update):
+                features = receive(samples, update).features
+                blocks = self._blocks(samples, update)
+                for part, result in self._step.results(self._engine.drafter, features, blocks):
+                    self._validation.add(part.block_lengths, result)
+        except StopRequestedError:
+            finished = False
+        self._agree(finished)
         if update.is_last:
             figures = {f"validation/{name}": value for name, value in self._validation.figures().items()}
             self._validation = None

@@ -40,19 +40,19 @@ def write_target(directory: Path, layers: int = 6, hidden_size: int = 32, **conf
     """A random Qwen3 target in fp32."""
     vocab_size = write_tokenizer(directory)
     torch.manual_seed(0)
-    fields = dict(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        eos_token_id=2,
-    )
+    fields = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+    }
     model = Qwen3ForCausalLM(Qwen3Config(**(fields | config)))
     model.save_pretrained(directory)
     return directory
