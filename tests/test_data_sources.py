@@ -235,6 +235,25 @@ def test_other_files_and_directories_without_rows_are_refused(preparer: Preparer
     assert "no split `train`" in preparer.refusal(empty)
 
 
+def test_a_directory_of_mixed_files_is_refused_rather_than_read_in_part(preparer: Preparer) -> None:
+    directory = preparer.directory / "mixed"
+    directory.mkdir()
+    write_jsonl(directory / "a.jsonl", [ROW])
+    datasets.Dataset.from_list([ROW, ROW]).to_parquet(directory / "b.parquet")
+    assert "both JSON and table files" in preparer.refusal(directory)
+
+
+def test_a_cache_directory_that_cannot_be_written_is_named(preparer: Preparer) -> None:
+    source = write_jsonl(preparer.directory / "rows.jsonl", [ROW])
+    assert preparer.refusal(source, cache_dir=Path(source) / "cache").startswith(f"data.cache_dir {source}/cache: ")
+
+
+def test_a_prompt_of_messages_needs_a_template(preparer: Preparer) -> None:
+    source = write_jsonl(preparer.directory / "rows.jsonl", [{"prompt": ROW["messages"][:1], "response": "Paris."}])
+    plain = make_tokenizer(preparer.directory / "plain", None)
+    assert "no chat template" in preparer.refusal(source, tokenizer_path=plain)
+
+
 def test_a_missing_or_broken_tokenizer_or_template_is_named(preparer: Preparer) -> None:
     source = write_jsonl(preparer.directory / "rows.jsonl", [ROW])
     assert "no such directory" in preparer.refusal(source, tokenizer_path="/no/such")

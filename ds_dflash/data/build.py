@@ -58,7 +58,7 @@ def build(
     shutil.rmtree(scratch)
 
 
-def load_tokenizer(tokenizer_path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(tokenizer_path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory; raises UserError where none can be read."""
     try:
         return AutoTokenizer.from_pretrained(

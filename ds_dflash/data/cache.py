@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -101,7 +102,11 @@ def build_once(directory: Path, build_into: Callable[[Path], None]) -> None:
     """
     if directory.exists():
         return
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory.parent).close()
+    except OSError as error:
+        raise UserError(f"data.cache_dir {directory.parent}: cannot be written ({error.strerror}).") from None
     came = time.time()
     failure = directory.with_suffix(".failed")
     with _lock_of(directory).acquire(poll_interval=POLL_SECONDS):

@@ -198,11 +198,11 @@ class Skeleton:
 
         Behind the last message a question is imagined.
         """
-        whole = self._render(len(self._messages))
+        whole = self._remember("whole", len(self._messages), self._render)
         if index == len(self._messages):
             question = {"role": "user", "content": end_mark(index)}
             whole = self._template.render([*self._messages, question], self._tools)
-        if whole.count(end_mark(index)) != 1:
+        if whole is None or whole.count(end_mark(index)) != 1:
             return None
         before = whole[: whole.index(end_mark(index))]
         return self._behind_mark(index - 1, before) if index else before

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import datasets
 import numpy as np
+from datasets.data_files import FILES_TO_IGNORE
 from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
 from huggingface_hub.errors import HFValidationError, HTTPError  # the base of what its HTTP library raises
 
@@ -42,8 +43,11 @@ class Source:
         """A hash of the files' bytes and order; neither their place nor their times count. Streams every file."""
         total = hashlib.sha256()
         for path in self.files:
-            with path.open("rb") as file:
-                total.update(path.suffix.encode() + hashlib.file_digest(file, "sha256").digest())
+            try:
+                with path.open("rb") as file:
+                    total.update(path.suffix.encode() + hashlib.file_digest(file, "sha256").digest())
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read ({error.strerror}).") from None
         return total.hexdigest()
 
 
@@ -88,8 +92,12 @@ def _saved_files(directory: Path) -> list[Path]:
 
 def _directory_files(source: str, directory: Path) -> list[Path]:
     """The training split's files, by the conventions of `datasets` for file and directory names."""
-    if not any(path.suffix in SUFFIXES for path in directory.rglob("*")):
+    names = [path.name for path in directory.rglob("*") if path.name not in FILES_TO_IGNORE]
+    kinds = [kind for kind in (JSON_SUFFIXES, TABLE_SUFFIXES) if any(name.endswith(kind) for name in names)]
+    if not kinds:
         raise UserError(f"{source}: the directory holds no file that ends in {', '.join(SUFFIXES)}.")
+    if len(kinds) > 1:  # `datasets` would take the more frequent kind and leave the rest out
+        raise UserError(f"{source}: the directory holds both JSON and table files; name a file or a directory of one.")
     return [Path(name) for name in _builder_files(source, str(directory.resolve()))]
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,6 @@ class ChatTemplate:
     def has_generation_tags(self) -> bool:
         return GENERATION_TAG.search(self.text) is not None
 
-    @property
-    def has_generation_prompt(self) -> bool:
-        return "add_generation_prompt" in self.text
-
     def render(
         self,
         messages: Sequence[Message],
@@ -76,6 +73,18 @@ class ChatTemplate:
             **dict(self.special_tokens),  # type: ignore[arg-type]
             **options,
         )
+
+
+@lru_cache
+def generation_prompt(template: ChatTemplate) -> str:
+    """What the generation prompt adds behind a question; "" where a template has none or does not only add."""
+    question = [{"role": "user", "content": "a"}]
+    try:
+        bare = template.render(question, None)
+        prompted = template.render(question, None, add_generation_prompt=True)
+    except RENDER_ERRORS:
+        return ""
+    return prompted.removeprefix(bare) if prompted.startswith(bare) else ""
 
 
 class Templates:

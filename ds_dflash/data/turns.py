@@ -8,7 +8,7 @@
 3. if that cannot be verified, there is no answer, and the row is dropped.
 
 A turn ends with its end-of-turn token: white space after it is the template's and the target never writes it.
-Costs three renderings a turn; the tokenizer is not involved.
+Costs two renderings of the beginning of the conversation for each turn; the tokenizer is not involved.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_dflash.data.landmarks import Landmarks
 from ds_dflash.data.rows import Chat, RowDroppedError
-from ds_dflash.data.template import RENDER_ERRORS, ChatTemplate, Message, Span
+from ds_dflash.data.template import RENDER_ERRORS, ChatTemplate, Message, Span, generation_prompt
 
 
 def render_chat(template: ChatTemplate, chat: Chat, supervise: str) -> tuple[str, list[Span] | None]:
@@ -123,14 +123,12 @@ class TurnFinder:
         return self._landmarks
 
     def _start_from_prefix(self, turn: int) -> int | None:
-        if turn == 0 or not self._template.has_generation_prompt:
+        header = generation_prompt(self._template)
+        prompt = self._render(turn, True) if turn and header else None
+        # A prompt that ends otherwise has no header: the turn's, which is the template's, would pass for the target's.
+        if prompt is None or not prompt.endswith(header) or not self._text.startswith(prompt):
             return None
-        prompt, bare = self._render(turn, True), self._render(turn, False)
-        if prompt is None or bare is None or not self._text.startswith(prompt):
-            return None
-        # Without a prompt, the turn's header, which is the template's, would pass for the target's; and where the
-        # prompt does not just go on, something is printed behind every conversation, which the answer may begin with.
-        return len(prompt) if prompt.startswith(bare) and prompt != bare else None
+        return len(prompt)
 
     def _end_from_prefix(self, turn: int) -> int | None:
         if turn == len(self._chat.messages) - 1:
