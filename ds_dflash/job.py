@@ -158,6 +158,16 @@ class Job:
             return False
         return done % every == 0 or self.ends_at(done, position)
 
+    @property
+    def counts_all_epochs(self) -> bool:
+        return len(self.dataset) * self.settings.training.num_epochs <= CHEAP_SAMPLES
+
+    def count_ahead(self) -> None:
+        """Count the updates of every epoch, where that is cheap; `updates_after` is quick from then on."""
+        if self.counts_all_epochs:
+            for epoch in range(self.settings.training.num_epochs):
+                self.sampler.count_updates(epoch)
+
     def updates_after(self, done: int, position: Position) -> int:
         """Updates that are left, exact where epochs are cheap to plan; else the current one stands in for the later."""
         training = self.settings.training
@@ -166,7 +176,7 @@ class Job:
         plan = self.plan(position)
         left = plan.num_updates - position.update
         later = range(position.epoch + 1, training.num_epochs)
-        if len(self.dataset) * training.num_epochs <= CHEAP_SAMPLES:
+        if self.counts_all_epochs:
             left += sum(self.sampler.count_updates(epoch) for epoch in later)
         else:
             left += len(later) * self.sampler.estimate_updates(position.epoch)

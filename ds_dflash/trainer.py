@@ -1,5 +1,6 @@
 """What a drafter rank does with an update: losses and gradients, the step, checkpoints, figures, validation."""
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,8 @@ class Trainer:
         checkpoint: Path | None,
     ) -> None:
         self._job, self._topology, self._stopper, self._directory = job, topology, stopper, directory
+        self._counting = threading.Thread(target=job.count_ahead, name="epochs", daemon=True)
+        self._counting.start()  # while models load
         self._engine = make_engine(job, topology.device)
         if checkpoint is not None:
             load_checkpoint(self._engine.engine, checkpoint)
@@ -195,7 +198,8 @@ class Trainer:
         self._engine.forget_gradients()
 
     def start(self) -> None:
-        """The clock of the first update starts."""
+        """The clock of the first update starts, once all updates are counted."""
+        self._counting.join()
         self._pace.start()
 
     def save_if_due(self) -> None:
