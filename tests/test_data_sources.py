@@ -342,6 +342,10 @@ def test_a_prompt_longer_than_max_length_is_dropped_and_a_long_answer_is_cut(pre
 
 def test_a_dataset_of_which_nothing_is_left_is_refused_with_the_reasons(preparer: Preparer) -> None:
     source = write_jsonl(preparer.directory / "rows.jsonl", [chat("hi"), {"messages": []}, chat("so?")])
+    refusing = "{{ raise_exception('not\\nthis') }}"
+    assert "bad_messages (row 1: the chat template refuses them: not this)" in preparer.refusal(
+        source, chat_template=refusing
+    )
     sentence = preparer.refusal(source)
     assert "2 no_supervised_tokens (row 1: " in sentence
     assert "1 empty (row 2: " in sentence

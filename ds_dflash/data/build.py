@@ -142,7 +142,7 @@ def account(results: pa.Table) -> dict[str, Any]:
 
 def _first_dropped(results: pa.Table, reason: str) -> str:
     row = pc.index(results.column("reason"), reason).as_py()
-    return f"row {row + 1}: {results.column('detail')[row].as_py()}"
+    return " ".join(f"row {row + 1}: {results.column('detail')[row].as_py()}".split())  # errors may have lines
 
 
 def length_figures(lengths: np.ndarray) -> dict[str, float]:

@@ -44,10 +44,11 @@ def pool_of(processes: int) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _end_with_parent() -> None:
-    if _building:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 if sys.platform == "linux":
+    _prctl = ctypes.CDLL(None).prctl  # found here and not in the fork, which may do little
+
+    def _end_with_parent() -> None:
+        if _building:
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
     os.register_at_fork(after_in_child=_end_with_parent)
