@@ -38,7 +38,12 @@ def recipes(draw: st.DrawFn) -> PlanSettings:
     )
 
 
-some_lengths = st.lists(st.integers(1, BUDGET), min_size=1, max_size=90).map(lambda drawn: np.array(drawn, np.int32))
-some_blocks = st.none() | st.integers(4, 40)
+def draw_lengths(count: int, longest: int, seed: int) -> np.ndarray:
+    """int32 [count] of 1 .. longest; lists drawn by hypothesis itself would mostly be short."""
+    return np.random.default_rng(seed).integers(1, longest, count, np.int32, endpoint=True)
+
+
+some_lengths = st.builds(draw_lengths, st.integers(1, 90), st.integers(1, BUDGET), st.integers(0, 2**32))
+some_blocks = st.none() | st.integers(2, 25)
 few = st.integers(1, 5)
 epochs = st.integers(0, 3)

@@ -12,7 +12,7 @@ from ds_dflash.batching import CLASSIC_EDGES, GROUPINGS, BatchSampler, PlanSetti
 from ds_dflash.errors import UserError
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(some_lengths, recipes(), few, few, epochs, some_blocks)
 def test_every_sample_is_in_exactly_one_micro_batch_within_the_budget(lengths, recipe, ranks, rounds, epoch, rows):
     with block_size(rows):
@@ -23,7 +23,7 @@ def test_every_sample_is_in_exactly_one_micro_batch_within_the_budget(lengths, r
         assert plan.offsets.dtype == np.int64
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(some_lengths, recipes(), few, few, epochs, some_blocks)
 def test_the_length_of_a_plan_is_what_it_yields(lengths, recipe, ranks, rounds, epoch, rows):
     with block_size(rows):
@@ -37,7 +37,7 @@ def test_the_length_of_a_plan_is_what_it_yields(lengths, recipe, ranks, rounds, 
             plan.update(len(plan))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(some_lengths, recipes(), few, few, epochs, some_blocks)
 def test_updates_are_the_micro_batches_of_the_saved_form_in_dispatch_order(lengths, recipe, ranks, rounds, epoch, rows):
     with block_size(rows):
@@ -52,7 +52,7 @@ def test_updates_are_the_micro_batches_of_the_saved_form_in_dispatch_order(lengt
                     assert update[turn][rank].tolist() == micro_batches[place].tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(some_lengths, recipes(), few, few, some_blocks)
 def test_every_rank_computes_the_same_plan(lengths, recipe, ranks, rounds, rows):
     with block_size(rows):
@@ -70,7 +70,7 @@ def widen(lengths: np.ndarray) -> np.ndarray:
     return lengths.astype(np.int64)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(some_lengths, recipes(), epochs, some_blocks)
 def test_an_update_holds_the_same_micro_batches_on_every_split_of_a_product(lengths, recipe, epoch, rows):
     with block_size(rows):
@@ -178,6 +178,7 @@ def test_blocks_of_which_nothing_is_kept_are_passed_over():
             sampler = BatchSampler(lengths, PlanSettings(grouping=grouping), ranks=2, rounds=1)
             updates, position = walk(sampler, sampler.start())
             assert sorted(ids_of(updates)) == [3, 50]
+            assert sampler.plan(sampler.start()).heaviest().tolist() in ([3], [50], [3, 50], [50, 3])
             assert position.epoch == 1
 
 

@@ -18,7 +18,7 @@ def through_json(position: Position) -> Position:
     return Position.from_dict(json.loads(json.dumps(position.to_dict())))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(some_lengths, recipes(), few, few, some_blocks, st.integers(0, 30))
 def test_a_resume_in_the_middle_of_an_epoch_sees_the_same_remaining_batches(lengths, recipe, ranks, rounds, rows, stop):
     with block_size(rows):
@@ -34,7 +34,7 @@ def test_a_resume_in_the_middle_of_an_epoch_sees_the_same_remaining_batches(leng
             assert contents(after) == contents(walk(sampler, Position(2, ()))[0])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(some_lengths, recipes(), some_blocks, st.integers(1, 8))
 def test_a_resume_with_another_split_of_the_product_goes_on_as_if_nothing_had_happened(lengths, recipe, rows, stop):
     with block_size(rows):
@@ -50,7 +50,7 @@ def test_a_resume_with_another_split_of_the_product_goes_on_as_if_nothing_had_ha
 topologies = st.tuples(few, st.integers(1, 3), st.integers(0, 4))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(some_lengths, recipes(), some_blocks, st.lists(topologies, min_size=2, max_size=5))
 def test_any_number_of_topologies_in_an_epoch_see_each_sample_once(lengths, recipe, rows, runs):
     with block_size(rows):

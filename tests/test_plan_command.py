@@ -111,6 +111,7 @@ def test_dropped_and_truncated_samples_are_reported(tmp_path, capsys):
         (["--lengths", "{tmp}/good.npy", "--bucket-edges", "10", "x"], "--bucket-edges 10 x: edges must be whole"),
         (["--lengths", "{tmp}/good.npy", "--plot", "{tmp}/none/plan.png"], "there is no directory"),
         (["--lengths", "{tmp}/good.npy", "--save", "{tmp}/good.npy"], "cannot write to"),
+        (["--lengths", "{tmp}/good.npy", "--compare", "--save", "{tmp}/out"], "leave out --compare"),
         (["{tmp}"], "holds no prepared dataset"),
         (["{tmp}/other"], "has the columns text but no `length`"),
     ],

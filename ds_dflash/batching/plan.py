@@ -125,8 +125,11 @@ class EpochPlan:
         return self._held[1]
 
     def dispatches(self) -> Iterator[Dispatch]:
-        """The micro-batches of all stretches in turn: together updates first .. num_updates - 1."""
-        return (self.dispatch(stretch) for stretch in range(len(self._stretches)))
+        """The micro-batches of all stretches that have any: together updates first .. num_updates - 1."""
+        for stretch in range(len(self._stretches)):
+            dispatch = self.dispatch(stretch)
+            if len(dispatch.longest):
+                yield dispatch
 
     def _count(self, stretch: int) -> int:
         if stretch not in self._counts:
@@ -166,16 +169,19 @@ class EpochPlan:
 
     def position_after(self, update: int) -> Position:
         """Where a run stands when it has done this update: in this epoch, or at the start of the next."""
-        done = update + 1 - self.first
+        if self.ends_with(update):
+            return Position(self.epoch + 1, ((self._planner.product, 0),))
+        return Position(self.epoch, (*self._past, (self._planner.product, update + 1 - self.first)))
+
+    def ends_with(self, update: int) -> bool:
+        """Whether this update is the last of the epoch; looks one block ahead at most, unlike `num_updates`."""
         stretch, number = self.find(update)
         later = range(stretch + 1, len(self._stretches))
-        if number + 1 == self._count(stretch) and not any(self._count(other) for other in later):
-            return Position(self.epoch + 1, ((self._planner.product, 0),))
-        return Position(self.epoch, (*self._past, (self._planner.product, done)))
+        return number + 1 == self._count(stretch) and not any(self._count(other) for other in later)
 
     def heaviest(self) -> np.ndarray:
-        """Ids of the micro-batch with most padded tokens (of the first stretch), int32."""
-        dispatch = self.dispatch(0)
+        """Ids of the micro-batch with most padded tokens (of the first stretch that has any), int32."""
+        dispatch = next(self.dispatches())
         return dispatch.micro_batch(int(np.argmax(np.diff(dispatch.offsets) * dispatch.longest)))
 
     @property

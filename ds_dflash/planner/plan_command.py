@@ -96,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("ranks", "gradient_accumulation_steps", "epochs"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
+    if arguments.compare and arguments.save:
+        raise UserError("--save writes the epochs of one configuration; leave out --compare")
     settings = _settings(arguments)
     lengths = _read_array(arguments.lengths) if arguments.lengths else _read_dataset(arguments.dataset)
     if arguments.compare:
