@@ -71,14 +71,20 @@ class _Waiter:
     def __init__(self, name: str) -> None:
         self.done: queue.SimpleQueue = queue.SimpleQueue()
         self._works: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def add(self, works: list[dist.Work], item: object) -> None:
         self._works.put((works, item))
 
+    def close(self) -> None:
+        """End the thread, which must have nothing left to wait for."""
+        self._works.put(None)
+        self._thread.join()
+
     def _run(self) -> None:
-        while True:
-            works, item = self._works.get()
+        while (job := self._works.get()) is not None:
+            works, item = job
             try:
                 for work in works:
                     work.wait()
@@ -141,9 +147,10 @@ class Sender:
         self._sequence += 1
 
     def finish(self) -> None:
-        """Wait until everything sent is acknowledged."""
+        """Wait until everything sent is acknowledged; the last call."""
         while self._in_flight:
             self._take_acknowledgement()
+        self._waiter.close()
 
     def _take_acknowledgement(self) -> None:
         sequence, answer, *_ = _take(self._waiter, self._stopper, self._timeout, "the drafter to take up a micro-batch")
@@ -200,10 +207,12 @@ class Receiver:
         return Delivery(features, waited, worked)
 
     def finish(self) -> None:
-        """Wait until all acknowledgements are on their way."""
+        """Wait until all acknowledgements are taken; the last call, after the last parcel."""
         while self._unconfirmed:
             _take(self._acknowledger, self._stopper, self._timeout, "acknowledgements to be taken")
             self._unconfirmed -= 1
+        self._acknowledger.close()
+        self._waiter.close()
 
     def _post(self) -> None:
         while self._next is not None and self._in_flight(self._next.source) < self._depth:

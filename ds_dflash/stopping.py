@@ -59,11 +59,16 @@ class Stopper:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         self._sockets = (reader, writer)
-        threading.Thread(target=self._watch, args=(reader,), name="stopper", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, args=(reader,), name="stopper", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """No more watching: the run has ended and the store may go away."""
+        """No more watching: the run has ended and the store may go away.
+
+        The thread is joined, since one that is in C++ while the interpreter shuts down aborts the process.
+        """
         self._closed.set()
+        self._thread.join(timeout=10)
 
     def saved(self) -> None:
         """Tell the ranks that wait for it that nothing is left to save."""
