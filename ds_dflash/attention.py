@@ -18,11 +18,12 @@ Three forms give the same numbers:
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 SCORES_PER_GROUP = 1 << 20
 
@@ -258,39 +259,65 @@ def _weighted(weights: Tensor, context: Tensor, own: Tensor) -> Tensor:
     return from_context + weights[..., keys:] @ own
 
 
-def _is_visible(layout: BlockLayout, window: int | None, query: Tensor, key: Tensor) -> Tensor:
-    """Whether packed query slots see packed keys (context tokens, then block slots); indices broadcast."""
-    tokens, size = layout.context_offsets[-1], layout.block_size
-    block, slot = query // size, query % size
-    token, other = key.clamp(max=max(tokens - 1, 0)), (key - tokens).clamp(min=0)
-    position, anchor = layout.context_positions[token], layout.anchors[block]
-    context = (key < tokens) & (layout.context_rows[token] == layout.block_rows[block]) & (position < anchor)
-    own = (key >= tokens) & (other // size == block)
-    if window is not None:
-        context = context & (position >= anchor + slot - (window - 1))
-        own = own & (other % size <= slot)
-    return context | own
+def _visibility(layout: BlockLayout, window: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Whether packed query slots see packed keys (context tokens, then block slots); the two indices broadcast.
+
+    What it returns holds tensors only: a layout's own numbers in it would make flex attention compile anew for each.
+    """
+    tokens, blocks, device = layout.context_offsets[-1], layout.block_offsets[-1], layout.anchors.device
+    slot = torch.arange(layout.block_size, device=device).repeat(blocks)
+    block = torch.arange(blocks, device=device).repeat_interleave(layout.block_size)
+    anchor, row = layout.anchors[block], layout.block_rows[block]
+    key_row = torch.cat([layout.context_rows, torch.full_like(row, -1)])
+    key_block = torch.cat([torch.full((tokens,), -1, device=device), block])
+    key_position = torch.cat([layout.context_positions, slot])  # in its row, or in its block
+
+    def sees_in_full(query: Tensor, key: Tensor) -> Tensor:
+        context = (key_row[key] == row[query]) & (key_position[key] < anchor[query])
+        return context | (key_block[key] == block[query])
+
+    if window is None:
+        return sees_in_full
+    oldest = anchor + slot - (window - 1)
+
+    def sees_in_window(query: Tensor, key: Tensor) -> Tensor:
+        position = key_position[key]
+        context = (key_row[key] == row[query]) & (position < anchor[query]) & (position >= oldest[query])
+        return context | ((key_block[key] == block[query]) & (position <= slot[query]))
+
+    return sees_in_window
 
 
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, window: int | None) -> Tensor:
     queries = torch.arange(query.shape[0], device=query.device)
     keys = torch.arange(key.shape[0], device=query.device)
-    mask = _is_visible(layout, window, queries[:, None], keys)
+    mask = _visibility(layout, window)(queries[:, None], keys)
     query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
     return output.transpose(0, 1)
 
 
-def _flex_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, window: int | None) -> Tensor:
-    def visible(batch, head, query_index, key_index):
-        return _is_visible(layout, window, query_index, key_index)
+@lru_cache(maxsize=2)
+def _block_mask(layout: BlockLayout, window: int | None) -> BlockMask:
+    """The mask of one kind of layer; kept, because all layers of a forward have one of two kinds."""
+    visible = _visibility(layout, window)
+    queries = layout.block_offsets[-1] * layout.block_size
+    keys = layout.context_offsets[-1] + queries
+    return create_block_mask(
+        lambda _, __, query, key: visible(query, key), None, None, queries, keys, layout.anchors.device
+    )
 
-    mask = create_block_mask(visible, None, None, query.shape[0], key.shape[0], device=query.device)
+
+def _flex_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, window: int | None) -> Tensor:
+    mask = _block_mask(layout, window)
     heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    attend: Callable[..., Tensor] = _compiled_flex_attention() if query.is_cuda else flex_attention
+    attend: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
     return attend(*heads_first, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
+    # Two kinds of layers, with and without gradients, one or more mask blocks a side: above torch's limit of 8 forms,
+    # behind which flex attention would hold all scores at once.
+    torch._dynamo.config.recompile_limit = 64
     return torch.compile(flex_attention, dynamic=True)
