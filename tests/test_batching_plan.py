@@ -170,6 +170,17 @@ def test_empty_and_oversize_samples_are_dropped_or_truncated_and_counted(rows, o
         assert all(len(batch) * longest[batch].max(initial=0) <= 100 for batch in batches)
 
 
+def test_blocks_are_random_parts_of_all_samples_new_ones_every_epoch():
+    lengths = np.ones(20_000, np.int64)
+    with block_size(5000):
+        sampler = BatchSampler(lengths, PlanSettings(token_budget=100), ranks=1, rounds=1)
+        first, second = (next(sampler.plan(Position(epoch, ())).dispatches()).indices for epoch in (0, 1))
+    assert len(first) == len(second) == 5000
+    for quarter in np.histogram(first, 4, (0, 20_000))[0]:
+        assert abs(quarter - 1250) < 150
+    assert abs(len(np.intersect1d(first, second)) - 1250) < 150
+
+
 def test_blocks_of_which_nothing_is_kept_are_passed_over():
     lengths = np.zeros(100, np.int64)
     lengths[[3, 50]] = 5

@@ -79,6 +79,8 @@ class Planner:
         """All micro-batches of a stretch, a whole number of updates."""
         groups = self._group(stretch)
         self._grouped = None
+        if len(groups.ids) == 0:
+            return Dispatch(groups.ids, groups.offsets, np.zeros(0, np.int32))
         offsets = fill_updates(groups.offsets, self.product)
         sizes, longest = np.diff(offsets), longest_of(groups.lengths, offsets)
         turn = self._dispatch_order(sizes, longest, stretch.key)
