@@ -4,9 +4,10 @@ The head is the target's and frozen, so the only gradient needed is that of the 
 
     d loss / d hidden = sum_v softmax(hidden @ W.T)_v W_v  -  W_label
 
-It is built in the forward, tile by tile of the vocabulary, with the running maximum and sum of an online softmax (each tile is
-multiplied twice: once for logits, once for the gradient), and kept unweighted per row, so weights that depend on the
-probabilities need no further pass. Memory: one tile of logits of `ROWS` x `COLUMNS` fp32 numbers and the gradient [rows, H].
+It is built in the forward, tile by tile of the vocabulary, with the running maximum and sum of an online softmax
+(each tile is multiplied twice: once for logits, once for the gradient), and kept unweighted per row, so weights that
+depend on the probabilities need no further pass. Memory: one tile of logits of `ROWS` x `COLUMNS` fp32 numbers and the
+gradient [rows, H].
 """
 
 import torch
@@ -52,10 +53,14 @@ def _sweep(hidden: Tensor, weight: Tensor, labels: Tensor, needs_gradient: bool)
     highest = hidden.new_full((rows,), -torch.inf, dtype=torch.float32)
     total = torch.zeros_like(highest)
     predicted = torch.zeros_like(labels)
+    label_logit = torch.zeros_like(highest)
     expected = hidden.new_zeros(hidden.shape, dtype=torch.float32)  # sum_v exp(logit_v - highest) W_v
     for start in range(0, len(weight), COLUMNS):
         tile = weight[start : start + COLUMNS]
         logits = (hidden @ tile.T).float()
+        column = (labels - start).clamp(0, len(tile) - 1)
+        # from the tile, so that the label's logit is rounded as it is in the sum: a sure token then loses nothing
+        label_logit = torch.where(column == labels - start, logits.gather(1, column[:, None])[:, 0], label_logit)
         tile_highest, tile_best = logits.max(-1)
         predicted = torch.where(tile_highest > highest, tile_best + start, predicted)
         new_highest = torch.maximum(highest, tile_highest)
@@ -65,8 +70,6 @@ def _sweep(hidden: Tensor, weight: Tensor, labels: Tensor, needs_gradient: bool)
         if needs_gradient:
             expected.mul_(shrink[:, None]).add_(logits.to(tile.dtype) @ tile)
         highest = new_highest
-    label_weight = weight[labels]
-    label_logit = (hidden.float() * label_weight.float()).sum(-1)
-    loss = highest + total.log() - label_logit
-    gradient = (expected / total[:, None] - label_weight).to(hidden.dtype) if needs_gradient else hidden[:, :0]
+    loss = highest - label_logit + total.log()
+    gradient = (expected / total[:, None] - weight[labels]).to(hidden.dtype) if needs_gradient else hidden[:, :0]
     return loss, predicted, gradient
