@@ -117,7 +117,7 @@ class Blocks:
 
 
 def make_blocks(rows: Sequence[Row], anchors: Sequence[np.ndarray], block_size: int) -> Blocks:
-    """The blocks of `rows` at `anchors` (int64 [anchors of the row], ascending)."""
+    """The blocks of `rows` (possibly none) at `anchors` (int64 [anchors of the row], ascending)."""
     lengths = np.array([len(ids) for ids, _ in rows], np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     counts = np.array([len(positions) for positions in anchors], np.int64)
@@ -125,8 +125,8 @@ def make_blocks(rows: Sequence[Row], anchors: Sequence[np.ndarray], block_size: 
     slots = position[:, None] + np.arange(block_size)
     inside = slots < np.repeat(lengths, counts)[:, None]
     token = np.where(inside, np.repeat(starts[:-1], counts)[:, None] + slots, 0)
-    ids = np.concatenate([ids for ids, _ in rows])
-    mask = np.concatenate([mask for _, mask in rows])
+    ids = np.concatenate([*(ids for ids, _ in rows), np.zeros(0, np.int64)])
+    mask = np.concatenate([*(mask for _, mask in rows), np.zeros(0, bool)])
     supervised = mask[token] & inside
     supervised[:, 0] = False
     labels = np.where(inside, ids[token], 0)
