@@ -1,12 +1,13 @@
 """Hidden states from target ranks to drafter ranks, with back-pressure.
 
-Both sides walk the same plan, so a message says nothing about what it is: a target rank sends its micro-batches in plan order,
-and the drafter posts receives in that order. A target rank may have `depth` micro-batches that are not yet acknowledged;
-the drafter acknowledges one when it takes it up. Memory in flight is bounded by that on both sides. Waiting happens in one
-thread a side, because a wait inside gloo can neither be interrupted nor given up without breaking the connection.
+Both sides walk the same plan, so a message says nothing about what it is: a target rank sends its micro-batches in plan
+order, and the drafter posts receives in that order. A target rank may have `depth` micro-batches that are not yet
+acknowledged; the drafter acknowledges one when it takes it up. Memory in flight is bounded by that on both sides.
+Waiting happens in one thread a side, because a wait inside gloo can neither be interrupted nor given up without
+breaking the connection.
 
-A micro-batch travels as a header (float64 [4]: sequence number, tokens, seconds the target waited, seconds it worked) and the features of
-its real tokens [tokens, width]. Empty micro-batches do not travel.
+A micro-batch travels as a header (float64 [4]: sequence number, tokens, seconds the target waited, seconds it worked)
+and the features of its real tokens [tokens, width]. Empty micro-batches do not travel.
 """
 
 import queue
@@ -47,7 +48,8 @@ class Delivery:
 class Bridge:
     """The group of all ranks and what carries the features over it.
 
-    group: gloo, for headers and acknowledgements; carrier: for the features (the same group, or NCCL: not verified on GPUs).
+    group: gloo, for headers and acknowledgements; carrier: for the features (the same group, or NCCL: not verified on
+    GPUs).
     """
 
     group: dist.ProcessGroup

@@ -1,9 +1,10 @@
 """Speculative decoding with target and drafter, and the target's own greedy decoding to compare with.
 
-Greedy: prefill the target; its argmax is the first token. Then again and again: the drafter proposes the B - 1 tokens after the
-last committed one in one forward; the target forwards that block; the leading proposals that equal the target's argmax are
-accepted and the target's own next token is committed after them; the caches go back to what is committed, and the features
-of the newly committed tokens join the drafter's context. The acceptance length of a step is 1 + accepted.
+Greedy: prefill the target; its argmax is the first token. Then again and again: the drafter proposes the B - 1 tokens
+after the last committed one in one forward; the target forwards that block; the leading proposals that equal the
+target's argmax are accepted and the target's own next token is committed after them; the caches go back to what is
+committed, and the features of the newly committed tokens join the drafter's context. The acceptance length of a step is
+1 + accepted.
 
 A cache that cannot be cropped (recurrent state of linear attention) is snapshot before the block and the accepted
 tokens are replayed.
@@ -47,7 +48,10 @@ class Drafter:
         self.mask_token_id = model.config.dflash_config["mask_token_id"]
 
     def logits(self, anchor_token: Tensor, position: int, context: Sequence[LayerContext]) -> Tensor:
-        """Logits [B - 1, V] of the tokens after `anchor_token` (int64 scalar) at `position`, given the context before it."""
+        """Logits [B - 1, V] of the tokens after `anchor_token` (int64 scalar) at `position`.
+
+        context: that of the `position` tokens before it.
+        """
         block = torch.full((1, self.block_size), self.mask_token_id, device=anchor_token.device)
         block[0, 0] = anchor_token
         anchors = torch.tensor([position], device=anchor_token.device)
@@ -147,7 +151,7 @@ def greedy(target: PreTrainedModel, prompt: Tensor, *, max_new_tokens: int, stop
 
 
 TIE_MARGINS = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-"""Relative distance of the two largest logits below which block and one-token forwards may round to different tokens."""
+"""Relative distance of the two largest logits below which block and one-token forwards may round differently."""
 
 
 def compare(output: Generation, reference: Generation, prompt_length: int, dtype: torch.dtype) -> str:

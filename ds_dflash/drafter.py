@@ -1,8 +1,8 @@
 """DFlashDraftModel: proposes a whole block of tokens in one forward (arXiv 2602.06036).
 
-A small Qwen3-style decoder. The target's tapped hidden states are projected once to the *context*, which every layer attends to
-unchanged; the block's input is the target's embedding of [anchor token, MASK x (B - 1)]. Names and shapes of the tensors are a contract
-with serving engines: no `model.` prefix, no embedding, no head.
+A small Qwen3-style decoder. The target's tapped hidden states are projected once to the *context*, which every layer
+attends to unchanged; the block's input is the target's embedding of [anchor token, MASK x (B - 1)]. Names and shapes of
+the tensors are a contract with serving engines: no `model.` prefix, no embedding, no head.
 """
 
 from collections.abc import Sequence

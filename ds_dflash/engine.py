@@ -1,7 +1,8 @@
 """The drafter's DeepSpeed engine: ZeRO-1 over the drafter ranks, fp32 masters and gradient sums, our own learning rate.
 
-Any number of backwards, at least one on every rank, then one step: the engine's own counting of micro-batches is switched off. Gradients are
-averaged over the drafter ranks, so a loss that is a part of a sum over all of them is scaled by their number.
+Any number of backwards, at least one on every rank, then one step: the engine's own counting of micro-batches is
+switched off. Gradients are averaged over the drafter ranks, so a loss that is a part of a sum over all of them is
+scaled by their number.
 """
 
 import copy

@@ -139,7 +139,7 @@ def end_of_text_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Tensor]:
-    """Prompts int64 [length] from JSON lines with `messages` (rendered for an answer), `prompt` (plain text) or `input_ids`.
+    """Prompts int64 [length] from JSON lines with `messages` (rendered for an answer), `prompt` (text) or `input_ids`.
 
     Assistant messages at the end of a conversation are left out: they are what is to be generated.
     """

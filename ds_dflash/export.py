@@ -1,7 +1,7 @@
-"""The serving checkpoint: what vLLM (method `dflash`) and SGLang (algorithm DFLASH) read, and what training can start from.
+"""The serving checkpoint: what vLLM (method `dflash`) and SGLang (algorithm DFLASH) read and training can start from.
 
-A directory with `model.safetensors` (bf16) and `config.json`. Engines pass over wrong names in silence or add prefixes of their
-own, so names, shapes and fields are checked here, when it is written and when it is read.
+A directory with `model.safetensors` (bf16) and `config.json`. Engines pass over wrong names in silence or add prefixes
+of their own, so names, shapes and fields are checked here, when it is written and when it is read.
 """
 
 import json

@@ -49,7 +49,7 @@ class Objective:
         return np.where(slots > 0, decay, 0.0)
 
     def weight(self, supervised: np.ndarray, block_offsets: np.ndarray) -> float:
-        """The `loss_weight` of blocks, supervised [blocks, B] with block_offsets [rows + 1], known before any forward."""
+        """The `loss_weight` of blocks, known before any forward: supervised [blocks, B], block_offsets [rows + 1]."""
         if self.kind == "dpace":
             return float((np.diff(block_offsets) > 0).sum())
         return float((supervised.sum(0) * self.slot_weights).sum())

@@ -42,7 +42,10 @@ class BlockFigures(Protocol):
 
 
 class MetricSums:
-    """float64 [STRATA, 4 + 2 (B - 1)] on the device: loss, its weight, blocks, accepted tokens, right and supervised slots."""
+    """float64 [STRATA, 4 + 2 (B - 1)] on the device.
+
+    Columns: loss, its weight, blocks, accepted tokens, then the right and the supervised ones of every slot.
+    """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._slots = block_size - 1

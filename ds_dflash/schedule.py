@@ -1,8 +1,8 @@
 """The learning-rate curve over an estimated number of updates.
 
-Update u of U has progress u / U. When the total becomes U' after update v, progress runs linearly from where it stands to 1 at U', so
-the curve has no jump and ends exactly at the last update. The multiplier rises linearly up to `warmup_ratio` of progress, then follows
-the schedule down to `min_lr_ratio` at progress 1.
+Update u of U has progress u / U. When the total becomes U' after update v, progress runs linearly from where it stands
+to 1 at U', so the curve has no jump and ends exactly at the last update. The multiplier rises linearly up to
+`warmup_ratio` of progress, then follows the schedule down to `min_lr_ratio` at progress 1.
 """
 
 import math

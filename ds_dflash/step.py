@@ -1,7 +1,8 @@
 """The drafter's work on one micro-batch: from sample ids and features to losses.
 
-Used the same way by training and validation. Ids and masks come from the prepared dataset, anchors from the seed; only the features
-come from the target. Memory is bounded by slices of `slice_tokens` block tokens, whatever the number of anchors.
+Used the same way by training and validation. Ids and masks come from the prepared dataset, anchors from the seed; only
+the features come from the target. Memory is bounded by slices of `slice_tokens` block tokens, whatever the number of
+anchors.
 """
 
 from collections.abc import Callable, Iterator

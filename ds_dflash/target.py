@@ -1,8 +1,9 @@
 """The frozen target: opening its checkpoint, loading what is needed of it, capturing the tapped layers.
 
-Only the decoder layers up to the last tapped one are loaded, without the head: nothing above is gathered or computed. The features of
-tapped layer i are the output of decoder layer i (0-based, before the final norm), taken by hooks; all hidden states are never kept.
-The drafter's embedding and head are read straight from the checkpoint's shards, on its own rank.
+Only the decoder layers up to the last tapped one are loaded, without the head: nothing above is gathered or computed.
+The features of tapped layer i are the output of decoder layer i (0-based, before the final norm), taken by hooks; all
+hidden states are never kept. The drafter's embedding and head are read straight from the checkpoint's shards, on its
+own rank.
 """
 
 import copy
@@ -56,12 +57,13 @@ class TargetCheckpoint:
         ids = list(configured) if configured else default_layer_ids(layers, drafter_layers)
         if configured and ids[-1] >= layers:
             raise UserError(
-                f"target.layer_ids names layer {ids[-1]}, but {self.path} has {layers} layers: ids go from 0 to {layers - 1}."
+                f"target.layer_ids names layer {ids[-1]}, but {self.path} has {layers} layers: ids go from 0 to"
+                f" {layers - 1}."
             )
         if ids[0] < 0 or len(set(ids)) < len(ids):
             raise UserError(
-                f"The target {self.path} has {layers} layers, too few for the default taps of a drafter of {drafter_layers}"
-                f" layers ({ids}): set target.layer_ids."
+                f"The target {self.path} has {layers} layers, too few for the default taps of a drafter of"
+                f" {drafter_layers} layers ({ids}): set target.layer_ids."
             )
         return ids
 
@@ -78,7 +80,8 @@ class TargetCheckpoint:
             )
         if not 0 <= found < rows:
             raise UserError(
-                f"drafter.mask_token_id {found} is outside the target's embedding of {rows} rows: choose an id from 0 to {rows - 1}."
+                f"drafter.mask_token_id {found} is outside the target's embedding of {rows} rows: choose an id from 0"
+                f" to {rows - 1}."
             )
         return found
 
@@ -93,7 +96,8 @@ class TargetCheckpoint:
         names = [name for name in names if "visual" not in name and "vision" not in name and "audio" not in name]
         if len(names) != 1:
             raise UserError(
-                f"{self.path} should hold one tensor named *embed_tokens.weight for the text, but has {names or 'none'}."
+                f"{self.path} should hold one tensor named *embed_tokens.weight for the text, but has"
+                f" {names or 'none'}."
             )
         return names[0]
 
@@ -103,8 +107,8 @@ class TargetCheckpoint:
             return None
         if "lm_head.weight" not in self._shards():
             raise UserError(
-                f"{self.path} has no tensor lm_head.weight and its config does not say tie_word_embeddings: the checkpoint"
-                " is incomplete."
+                f"{self.path} has no tensor lm_head.weight and its config does not say tie_word_embeddings: the"
+                " checkpoint is incomplete."
             )
         return "lm_head.weight"
 
@@ -157,7 +161,8 @@ def _fetch(name: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"target.path {name} is neither a directory nor a model that the hub gave ({type(error).__name__}: {reason})."
+            f"target.path {name} is neither a directory nor a model that the hub gave ({type(error).__name__}:"
+            f" {reason})."
         ) from None
 
 

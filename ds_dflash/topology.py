@@ -1,9 +1,9 @@
 """Which rank has which role, and the process groups that follow.
 
-`split`: on every node the first T ranks hold the target and the last D train the drafter. Each node's target ranks are one
-world of their own (ZeRO-3 gathers never leave a node), all drafter ranks of all nodes are another, and the *bridge* is a
-group over all ranks. Roles are made disjoint default worlds before DeepSpeed initialises, because much of it works on the
-default world without asking. `colocated`: every rank holds both, one world.
+`split`: on every node the first T ranks hold the target and the last D train the drafter. Each node's target ranks are
+one world of their own (ZeRO-3 gathers never leave a node), all drafter ranks of all nodes are another, and the *bridge*
+is a group over all ranks. Roles are made disjoint default worlds before DeepSpeed initialises, because much of it works
+on the default world without asking. `colocated`: every rank holds both, one world.
 
 Plan ranks are numbered so that micro-batch t (t = round * R + plan rank, R = all target ranks) goes to drafter t mod D
 (D = all drafter ranks) on the same node: plan rank and drafter index run over nodes first.
@@ -40,9 +40,9 @@ class Roles:
             return cls(nodes, ranks_per_node, False, ranks_per_node, ranks_per_node)
         if settings.drafter_ranks >= ranks_per_node:
             raise UserError(
-                f"topology.drafter_ranks is {settings.drafter_ranks}, but a node has {ranks_per_node} ranks and at least one"
-                " must hold the target: lower it, start more ranks (deepspeed --num_accelerators N), or set topology.mode to"
-                ' "colocated".'
+                f"topology.drafter_ranks is {settings.drafter_ranks}, but a node has {ranks_per_node} ranks and at"
+                " least one must hold the target: lower it, start more ranks (deepspeed --num_accelerators N), or set"
+                ' topology.mode to "colocated".'
             )
         return cls(nodes, ranks_per_node, True, ranks_per_node - settings.drafter_ranks, settings.drafter_ranks)
 
@@ -71,8 +71,8 @@ class Topology:
     """This rank's place in the job.
 
     plan_rank: its index among target ranks, or None; drafter: its index among drafter ranks, or None.
-    bridge: the gloo group over all ranks, carrier: what the features travel over, the same group or NCCL (not verified on
-    GPUs); both None when colocated. store: the key-value store of the job, hosted by rank 0.
+    bridge: the gloo group over all ranks, carrier: what the features travel over, the same group or NCCL (not verified
+    on GPUs); both None when colocated. store: the key-value store of the job, hosted by rank 0.
     """
 
     rank: int
