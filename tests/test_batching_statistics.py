@@ -77,6 +77,9 @@ def test_pairs_of_large_data_are_estimated_from_some_micro_batches(lengths, monk
     exact = survey_epochs(sampler, 2)[1].pairs_that_meet_again
     monkeypatch.setattr(statistics, "TRACKED_SAMPLES", 7000)
     assert survey_epochs(sampler, 2)[1].pairs_that_meet_again == pytest.approx(exact, rel=0.2)
+    survey = EpochSurvey(sampler, LengthMix.of(sampler))
+    assert sum(1 for _ in survey.follow(sampler.plan(sampler.start()).dispatches())) == 1
+    assert 5000 < len(survey.tracked.ids) < 8000
 
 
 def test_sorted_batches_meet_again_entirely():
