@@ -30,7 +30,8 @@ class Progress:
     """What the drafter has consumed; the same on every rank.
 
     update: optimizer updates done; position: `batching.Position` as a dict; fingerprint: the sampler's;
-    curve: segments of the learning-rate curve; wandb_id: the W&B run; random_state: torch's on the CPU, as hexadecimal digits.
+    curve: segments of the learning-rate curve; wandb_id: the W&B run; random_state: torch's on the CPU, as hexadecimal
+    digits.
     """
 
     update: int = 0
@@ -55,7 +56,8 @@ def save_checkpoint(engine: Any, directory: Path, progress: Progress, keep: int)
     is_first = dist.get_rank() == 0
     progress.random_state = torch.get_rng_state().numpy().tobytes().hex()
     if is_first:
-        shutil.rmtree(writing, ignore_errors=True)
+        for cut_short in directory.glob(".step-*.writing"):
+            shutil.rmtree(cut_short)
         writing.mkdir(parents=True)
     dist.barrier()
     engine.save_checkpoint(str(writing), tag=ENGINE_TAG, save_latest=False)
@@ -86,8 +88,7 @@ def load_checkpoint(engine: Any, checkpoint: Path) -> None:
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """The newest whole checkpoint of a run's `checkpoints` directory."""
-    found = sorted(directory.glob("step-*"), reverse=True)
-    return next((checkpoint for checkpoint in found if is_whole(checkpoint)), None)
+    return next((checkpoint for checkpoint in reversed(_by_age(directory)) if is_whole(checkpoint)), None)
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -99,11 +100,17 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
+def _by_age(directory: Path) -> list[Path]:
+    """All checkpoints of a directory, oldest first: by number, since names stop to sort at a million updates."""
+    found = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def _finish(writing: Path, final: Path) -> None:
-    files = [path for path in writing.rglob("*") if path.is_file()]
-    manifest = {str(path.relative_to(writing)): path.stat().st_size for path in sorted(files)}
+    files = sorted(path for path in writing.rglob("*") if path.is_file())
+    manifest = {str(path.relative_to(writing)): path.stat().st_size for path in files}
     (writing / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    for path in [*files, writing / "manifest.json"]:
+    for path in [*writing.rglob("*"), writing]:  # directories too: their entries are what the rename relies on
         _synchronise(path)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(writing, final)
@@ -120,8 +127,7 @@ def _synchronise(path: Path) -> None:
 
 def _prune(directory: Path, keep: int) -> None:
     """Remove all but the `keep` newest whole checkpoints; what is not whole goes only when it is older than those."""
-    whole = sorted(checkpoint for checkpoint in directory.glob("step-*") if is_whole(checkpoint))
-    oldest_kept = whole[-keep:][0]
-    for checkpoint in directory.glob("step-*"):
-        if checkpoint.name < oldest_kept.name:
-            shutil.rmtree(checkpoint)
+    checkpoints = _by_age(directory)
+    kept = [checkpoint for checkpoint in checkpoints if is_whole(checkpoint)][-keep:]
+    for checkpoint in checkpoints[: checkpoints.index(kept[0])]:
+        shutil.rmtree(checkpoint)

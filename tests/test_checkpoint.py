@@ -1,0 +1,169 @@
+"""Checkpoints are whole or absent; the newest whole one is found and old ones go."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from drafters import make_drafter
+from world import world_of_one
+
+from ds_dflash import checkpoint as checkpoint_module
+from ds_dflash.checkpoint import Progress, is_whole, load_checkpoint, newest_checkpoint, save_checkpoint
+from ds_dflash.errors import UserError
+from ds_dflash.export import read_drafter
+
+
+class Engine:
+    """Stands in for a DeepSpeed engine of `ranks` ranks."""
+
+    def __init__(self, ranks=1):
+        self.module = make_drafter()
+        self.ranks = ranks
+        self.loaded = None
+
+    def save_checkpoint(self, directory, tag, save_latest):
+        assert not save_latest
+        (Path(directory) / tag).mkdir()
+        for rank in range(self.ranks):
+            torch.save({"rank": rank}, Path(directory) / tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+    def load_checkpoint(self, directory, tag, load_lr_scheduler_states):
+        self.loaded = Path(directory) / tag
+        return str(self.loaded), {}
+
+
+class DyingEngine(Engine):
+    """Is stopped in the middle of a save."""
+
+    def save_checkpoint(self, directory, tag, save_latest):
+        super().save_checkpoint(directory, tag, save_latest)
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(autouse=True)
+def _world():
+    with world_of_one():
+        yield
+
+
+def save(directory, update, keep=10, engine=None):
+    return save_checkpoint(engine or Engine(), directory, Progress(update=update, position={"epoch": 1}), keep)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_checkpoint_lists_every_file_with_its_size(tmp_path):
+    checkpoint = save(tmp_path, 7)
+    assert checkpoint == tmp_path / "step-000007"
+    assert names(tmp_path) == ["step-000007"]
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert manifest == {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
+    assert {"progress.json", "drafter/config.json", "drafter/model.safetensors"} < set(manifest)
+    assert is_whole(checkpoint)
+
+
+def test_what_was_saved_is_what_is_read(tmp_path):
+    engine = Engine()
+    progress = Progress(9, {"epoch": 2, "segments": [[14, 3]]}, {"seed": 1}, [[0, 0.0, 40]], "abcd1234")
+    checkpoint = save_checkpoint(engine, tmp_path, progress, keep=1)
+    assert Progress.read(checkpoint) == progress
+    for name, tensor in read_drafter(checkpoint / "drafter")[1].items():
+        assert torch.equal(tensor, engine.module.state_dict()[name].bfloat16())
+
+
+def test_loading_brings_back_the_engine_and_the_random_state(tmp_path):
+    torch.manual_seed(5)
+    checkpoint, expected, engine = save(tmp_path, 3), torch.rand(4), Engine()
+    load_checkpoint(engine, checkpoint)
+    assert torch.equal(torch.rand(4), expected)
+    assert engine.loaded == checkpoint / "engine"
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_both_numbers(tmp_path):
+    checkpoint = save(tmp_path, 3, engine=Engine(ranks=4))
+    with pytest.raises(UserError, match=r"saved by 4 drafter ranks and this run has 1"):
+        load_checkpoint(Engine(), checkpoint)
+
+
+@pytest.mark.parametrize("moment", ["engine", "drafter", "manifest", "rename"])
+def test_a_save_that_is_cut_short_leaves_the_former_checkpoint_the_newest(tmp_path, monkeypatch, moment):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    former = save(tmp_path, 1, keep=1)
+    if moment == "drafter":
+        monkeypatch.setattr(checkpoint_module, "write_drafter", stop)
+    if moment == "manifest":
+        monkeypatch.setattr(checkpoint_module, "_synchronise", stop)
+    if moment == "rename":
+        rename = os.rename
+        monkeypatch.setattr(os, "rename", lambda old, new: (stop if new.name == "step-000002" else rename)(old, new))
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, keep=1, engine=DyingEngine() if moment == "engine" else Engine())
+    assert newest_checkpoint(tmp_path) == former
+    monkeypatch.undo()
+    assert save(tmp_path, 3, keep=1) == newest_checkpoint(tmp_path)
+    assert names(tmp_path) == ["step-000003"]  # what was cut short is cleared
+
+
+def test_the_newest_is_the_one_of_most_updates_also_beyond_a_million(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    assert newest_checkpoint(tmp_path / "missing") is None
+    for update in (999_999, 40, 1_000_000):
+        saved = save(tmp_path, update)
+    assert newest_checkpoint(tmp_path) == saved
+    assert saved.name == "step-1000000"
+    save(tmp_path, 1_000_001, keep=2)
+    assert names(tmp_path) == ["step-1000000", "step-1000001"]
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda checkpoint: cut(checkpoint / "drafter/model.safetensors"),
+        lambda checkpoint: cut(checkpoint / "manifest.json"),
+        lambda checkpoint: (checkpoint / "manifest.json").unlink(),
+        lambda checkpoint: (checkpoint / "manifest.json").write_text(""),
+        lambda checkpoint: (checkpoint / "progress.json").unlink(),
+        lambda checkpoint: shutil.rmtree(checkpoint / "engine"),
+        lambda checkpoint: [path.unlink() for path in (checkpoint / "engine").iterdir()],
+    ],
+    ids=["shorter", "manifest_shorter", "no_manifest", "manifest_empty", "file_missing", "no_engine", "engine_empty"],
+)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
+    former, newest = save(tmp_path, 1), save(tmp_path, 2)
+    damage(newest)
+    assert not is_whole(newest)
+    assert newest_checkpoint(tmp_path) == former
+    damage(former)
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for update in (1, 2, 3, 4):
+        save(tmp_path, update, keep=2)
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_pruning_counts_whole_checkpoints_only(tmp_path):
+    for update in (1, 2, 3):
+        save(tmp_path, update)
+    cut(tmp_path / "step-000003" / "progress.json")
+    save(tmp_path, 4, keep=2)
+    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
+
+
+def test_saving_over_a_damaged_checkpoint_makes_it_whole(tmp_path):
+    cut(save(tmp_path, 2) / "progress.json")
+    assert newest_checkpoint(tmp_path) is None
+    assert save(tmp_path, 2) == newest_checkpoint(tmp_path)
