@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from ds_dflash.attention import BlockLayout, block_attention
 from ds_dflash.config import DrafterSettings
+from ds_dflash.errors import UserError
 
 LayerContext = tuple[Tensor, Tensor]
 """Keys (normed and rotated) and values of the context in one layer, each [tokens, kv_heads, head_dim]."""
@@ -143,21 +144,24 @@ def rotate(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 def make_config(
     settings: DrafterSettings, target: PretrainedConfig, layer_ids: Sequence[int], mask_token_id: int
 ) -> Qwen3Config:
-    """The drafter's configuration: `settings`, with what is null there taken from the target's text config."""
+    """The drafter's configuration: `settings`, with what is null there taken from the target's text config.
+
+    Raises UserError where the heads of the two do not go together.
+    """
     layers = settings.num_hidden_layers
     layer_types = list(settings.layer_types or ["full_attention"] * layers)
     is_sliding = "sliding_attention" in layer_types
     target_rope = getattr(target, "rope_parameters", None) or {}
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    heads, kv_heads, head_dim = _heads(settings, target)
     fields: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
         "intermediate_size": settings.intermediate_size or target.intermediate_size,
         "num_hidden_layers": layers,
-        "num_attention_heads": settings.num_attention_heads or target.num_attention_heads,
-        "num_key_value_heads": settings.num_key_value_heads or target.num_key_value_heads,
-        "head_dim": settings.head_dim or head_dim,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "max_position_embeddings": target.max_position_embeddings,
         "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
         "rope_parameters": {
@@ -177,3 +181,16 @@ def make_config(
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
     }
     return Qwen3Config(**fields)
+
+
+def _heads(settings: DrafterSettings, target: PretrainedConfig) -> tuple[int, int, int]:
+    """Query heads, key and value heads, and their width."""
+    heads = settings.num_attention_heads or target.num_attention_heads
+    kv_heads = settings.num_key_value_heads or target.num_key_value_heads
+    if heads % kv_heads:
+        raise UserError(
+            f"A drafter of {heads} query heads cannot share {kv_heads} key and value heads (what is null comes from the"
+            " target): set drafter.num_attention_heads to a multiple of drafter.num_key_value_heads."
+        )
+    own_width = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    return heads, kv_heads, settings.head_dim or own_width

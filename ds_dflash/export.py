@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -55,9 +56,9 @@ REQUIRED_FIELDS = [
 
 
 def write_drafter(weights: Mapping[str, Tensor], config: Qwen3Config, directory: Path) -> None:
-    """Write a serving checkpoint; a directory that is there already is replaced in one step.
+    """Write a serving checkpoint; a directory that is there already is replaced once the new one is whole.
 
-    weights: the drafter's state dict, of any float dtype.
+    weights: the drafter's state dict, of any float dtype. Raises UserError where they are not those of `config`.
     """
     _check_contract({name: tuple(tensor.shape) for name, tensor in weights.items()}, config, directory)
     fresh = directory.with_name(f".{directory.name}.writing")
@@ -109,7 +110,7 @@ def read_drafter(directory: Path) -> tuple[Qwen3Config, dict[str, Tensor]]:
 
 
 def read_drafter_config(directory: Path) -> Qwen3Config:
-    """The drafter's configuration from `config.json`."""
+    """The drafter's configuration from `config.json`, with its rotary base in either form."""
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(f"{directory} holds no config.json: it is not a drafter in the serving format.")
@@ -117,16 +118,37 @@ def read_drafter_config(directory: Path) -> Qwen3Config:
         fields = json.loads(file.read_text())
     except ValueError as error:
         raise UserError(f"{file} is not JSON ({error}).") from None
-    needed = ("block_size", "num_hidden_layers", "hidden_size")
-    missing = [name for name in needed if name not in fields]
-    taps = fields.get("dflash_config") or {}
-    missing += [f"dflash_config.{name}" for name in ("mask_token_id", "target_layer_ids") if name not in taps]
+    missing = _missing_fields(fields)
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}: it is not the config of a DFlash drafter.")
-    dropped = ("auto_map", "rope_theta", "rope_scaling", "rope_parameters", "model_type", "dtype")
-    rope = fields.get("rope_parameters") or {"rope_type": "default", "rope_theta": fields.get("rope_theta", 10_000.0)}
-    kept = {name: value for name, value in fields.items() if name not in dropped}
-    return Qwen3Config(**kept, rope_parameters=rope)
+    kept = {name: value for name, value in fields.items() if name not in REPLACED_FIELDS}
+    try:
+        config = Qwen3Config(**kept, rope_parameters=_plain_rope(fields, file))
+    except StrictDataclassError as error:
+        raise UserError(f"{file} cannot be used: {str(error).splitlines()[-1].strip()}.") from None
+    if "sliding_attention" in (config.layer_types or []) and config.sliding_window is None:
+        raise UserError(f"{file} has sliding_attention layers, but no sliding_window with use_sliding_window true.")
+    return config
+
+
+REPLACED_FIELDS = ("auto_map", "rope_theta", "rope_scaling", "rope_parameters", "model_type", "dtype")
+
+
+def _missing_fields(fields: Any) -> list[str]:
+    if not isinstance(fields, dict):
+        return ["a JSON object"]
+    missing = [name for name in ("block_size", "num_hidden_layers", "hidden_size") if name not in fields]
+    taps = fields.get("dflash_config") or {}
+    return missing + [f"dflash_config.{name}" for name in ("mask_token_id", "target_layer_ids") if name not in taps]
+
+
+def _plain_rope(fields: dict[str, Any], file: Path) -> dict[str, Any]:
+    """`rope_parameters` from either form; raises UserError for a rotary embedding that is scaled."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UserError(f'{file} has rope_type "{kind}": a drafter has the plain rotary embedding, "default".')
+    return {"rope_type": "default", "rope_theta": rope.get("rope_theta", fields.get("rope_theta", 10_000.0))}
 
 
 def load_drafter(directory: Path, dtype: torch.dtype, device: torch.device) -> DFlashDraftModel:
