@@ -67,8 +67,8 @@ class Planner:
         if self._grouped is None or self._grouped[0] is not stretch:
             self._grouped = None
             ids, lengths = stretch.load()
-            order, offsets = group(lengths, self._settings, self._edges, stretch.key.stream("grouping"))
-            self._grouped = stretch, Groups(ids[order], lengths[order], offsets)
+            order, ordered, offsets = group(lengths, self._settings, self._edges, stretch.key.stream("grouping"))
+            self._grouped = stretch, Groups(ids[order], ordered, offsets)
         return self._grouped[1]
 
     def count_updates(self, stretch: Stretch) -> int:
