@@ -53,9 +53,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(
-    ranks: int, config: Path, *arguments: str, ranks_per_node: int | None = None, traced: bool = False
-) -> Ranks:
+def start(ranks: int, config: Path, *arguments: str, ranks_per_node: int | None = None, traced: bool = False) -> Ranks:
     """Start launch.sh on `ranks` ranks; output goes to rank-N.log beside the config, traces to trace-N.jsonl."""
     port, per_node = free_port(), ranks_per_node or ranks
     processes = []
@@ -96,4 +94,3 @@ def metrics(run_directory: Path) -> list[dict]:
     """The lines of metrics.jsonl that are about training updates."""
     lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
-
