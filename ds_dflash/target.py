@@ -17,7 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -52,7 +57,7 @@ class TargetCheckpoint:
         return self.config.get_text_config()
 
     def layer_ids(self, configured: Sequence[int] | None, drafter_layers: int) -> list[int]:
-        """The tapped layers: as configured, else spread over the target by `default_layer_ids`."""
+        """The tapped layers: as configured (increasing), else spread over the target by `default_layer_ids`."""
         layers = self.text.num_hidden_layers
         ids = list(configured) if configured else default_layer_ids(layers, drafter_layers)
         if configured and ids[-1] >= layers:
@@ -60,7 +65,7 @@ class TargetCheckpoint:
                 f"target.layer_ids names layer {ids[-1]}, but {self.path} has {layers} layers: ids go from 0 to"
                 f" {layers - 1}."
             )
-        if ids[0] < 0 or len(set(ids)) < len(ids):
+        if min(ids) < 0 or len(set(ids)) < len(ids):
             raise UserError(
                 f"The target {self.path} has {layers} layers, too few for the default taps of a drafter of"
                 f" {drafter_layers} layers ({ids}): set target.layer_ids."
@@ -91,6 +96,12 @@ class TargetCheckpoint:
         head = self._head_name()
         return embedding, embedding if head is None else self._read(head).to(device, dtype)
 
+    def check_shards(self) -> None:
+        """Raise UserError naming a shard that cannot be read; only the files' headers are looked at."""
+        for file in sorted(set(self._shards().values())):
+            with self._open(file):
+                pass
+
     def _embedding_name(self) -> str:
         names = [name for name in self._shards() if name.endswith("embed_tokens.weight")]
         names = [name for name in names if "visual" not in name and "vision" not in name and "audio" not in name]
@@ -116,7 +127,7 @@ class TargetCheckpoint:
         """Tensor name -> file."""
         index = self.path / "model.safetensors.index.json"
         if index.exists():
-            return {name: self.path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            return {name: self.path / file for name, file in _weight_map(index).items()}
         single = self.path / "model.safetensors"
         if not single.exists():
             raise UserError(f"{self.path} holds no model.safetensors and no model.safetensors.index.json.")
@@ -130,12 +141,30 @@ class TargetCheckpoint:
             raise UserError(f"The target's shard {file} cannot be read ({error}): fetch it again.") from None
 
     def _read(self, name: str) -> Tensor:
-        with self._open(self._shards()[name]) as file:
-            return file.get_tensor(name)
+        with self._shard_of(name) as shard:
+            return shard.get_tensor(name)
 
     def _shape(self, name: str) -> list[int]:
-        with self._open(self._shards()[name]) as file:
-            return file.get_slice(name).get_shape()
+        with self._shard_of(name) as shard:
+            return shard.get_slice(name).get_shape()
+
+    def _shard_of(self, name: str) -> Any:
+        file = self._shards()[name]
+        shard = self._open(file)
+        if name not in set(shard.keys()):
+            raise UserError(f"The target's shard {file} lacks the tensor {name} that the index places in it.")
+        return shard
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, from a checkpoint's index."""
+    try:
+        content = json.loads(index.read_text())
+    except ValueError as error:
+        raise UserError(f"{index} is not JSON ({error}): fetch it again.") from None
+    if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+        raise UserError(f"{index} has no weight_map: fetch it again.")
+    return content["weight_map"]
 
 
 def open_target(settings: TargetSettings) -> TargetCheckpoint:
@@ -147,6 +176,9 @@ def open_target(settings: TargetSettings) -> TargetCheckpoint:
         raise UserError(f"target.path {path} holds no config.json: it should be a Hugging Face model directory.")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+    except StrictDataclassError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise UserError(f"The config.json of target.path {path} cannot be used: {reason}") from None
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"The config.json of target.path {path} cannot be used: {reason}") from None
@@ -229,12 +261,12 @@ class Target:
         device: torch.device,
         zero: dict[str, Any] | None,
     ) -> "Target":
-        """Load the layers up to the last of `layer_ids`.
+        """Load the layers up to the highest of `layer_ids`.
 
         zero: DeepSpeed's `zero_optimization` settings to shard it by, over the default process group; None: whole.
         """
         if zero is None:
-            model = load_layers(checkpoint, settings, layer_ids[-1] + 1).to(device).eval()
+            model = load_layers(checkpoint, settings, max(layer_ids) + 1).to(device).eval()
             return cls(model, layer_ids, device)
         dtype = weights_dtype(checkpoint, settings)
         engine_config = {
@@ -244,7 +276,7 @@ class Target:
             "fp16": {"enabled": dtype == torch.float16},
         }
         zero_state = HfDeepSpeedConfig(engine_config)  # while it lives, from_pretrained partitions what it loads
-        model = load_layers(checkpoint, settings, layer_ids[-1] + 1)
+        model = load_layers(checkpoint, settings, max(layer_ids) + 1)
         engine = deepspeed.initialize(model=model, config=engine_config)[0]
         del zero_state
         unset_hf_deepspeed_config()
@@ -284,6 +316,7 @@ def load_whole(checkpoint: TargetCheckpoint, settings: TargetSettings, device: t
 
 
 def _load(auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, settings: TargetSettings) -> Any:
+    checkpoint.check_shards()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the layers above and the head are reported as unexpected keys
     try:
@@ -293,21 +326,34 @@ def _load(auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, set
             dtype=weights_dtype(checkpoint, settings),
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported below, and not as a table
             output_loading_info=True,
         )
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"The target {checkpoint.path} cannot be loaded: {error}") from None
+        raise UserError(f"The target {checkpoint.path} cannot be loaded: {str(error).splitlines()[0]}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
-    if report["missing_keys"] or report["mismatched_keys"]:
-        wrong = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
-        raise UserError(f"The shards of {checkpoint.path} lack {len(wrong)} tensors of its config, first {wrong[0]}.")
+    _check_report(report, checkpoint)
     return model.requires_grad_(False)
+
+
+def _check_report(report: dict[str, Any], checkpoint: TargetCheckpoint) -> None:
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if missing:
+        raise UserError(
+            f"The shards of {checkpoint.path} lack {len(missing)} tensors of its config, first {missing[0]}."
+        )
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise UserError(
+            f"The shards of {checkpoint.path} and its config differ in {len(mismatched)} tensors, first {name}:"
+            f" {tuple(found)} in the shard, {tuple(expected)} by the config."
+        )
 
 
 def weights_dtype(checkpoint: TargetCheckpoint, settings: TargetSettings) -> torch.dtype:
     """The number format of the target on its ranks, and of the features that travel."""
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
-    stored = checkpoint.text.dtype
+    stored = checkpoint.text.dtype or checkpoint.config.dtype
     return stored if isinstance(stored, torch.dtype) else torch.float32
