@@ -48,7 +48,7 @@ class Update:
     @property
     def is_last(self) -> bool:
         """Whether it ends its plan."""
-        return self.index + 1 == self.plan.num_updates
+        return self.plan.ends_with(self.index)
 
     def micro_batches(self) -> Iterator[tuple[int, np.ndarray]]:
         """(t, sample ids) in plan order, t = round * ranks + rank."""
@@ -126,14 +126,12 @@ class Job:
         done, position = progress.update, self.position(progress)
         while not self.ends_at(done, position):
             plan = self.plan(position)
-            for index in range(position.update, plan.num_updates):
-                done += 1
-                yield Update(done, plan, index)
-                position = plan.position_after(index)
+            while position.epoch == plan.epoch and not self.ends_at(done, position):
+                update = Update(done + 1, plan, position.update)
+                yield update
+                done, position = update.number, plan.position_after(update.index)
                 if self._validates_after(done, position):
                     yield from self.validation_pass(done)
-                if self.ends_at(done, position):
-                    return
 
     def position(self, progress: Progress) -> Position:
         """Where the data stands."""
@@ -143,7 +141,8 @@ class Job:
 
     def plan(self, position: Position) -> EpochPlan:
         """The epoch that a position is in."""
-        return _plan(self.sampler, position)
+        *past, (product, _) = self.sampler.resume(position).segments
+        return _plan(self.sampler, Position(position.epoch, (*past, (product, 0))))
 
     def validation_pass(self, done: int) -> Iterator[Update]:
         """The same validation batches every time."""
@@ -162,11 +161,15 @@ class Job:
     def counts_all_epochs(self) -> bool:
         return len(self.dataset) * self.settings.training.num_epochs <= CHEAP_SAMPLES
 
-    def count_ahead(self) -> None:
-        """Count the updates of every epoch, where that is cheap; `updates_after` is quick from then on."""
-        if self.counts_all_epochs:
-            for epoch in range(self.settings.training.num_epochs):
-                self.sampler.count_updates(epoch)
+    def count_ahead(self, epoch: int) -> None:
+        """Count the updates of every epoch, or where that is not cheap of this one; `updates_after` is quick then."""
+        epochs = range(self.settings.training.num_epochs) if self.counts_all_epochs else [epoch]
+        for number in epochs:
+            self.sampler.count_updates(number)
+
+    def updates_in(self, plan: EpochPlan) -> int:
+        """Updates of the epoch that a plan is of, exact."""
+        return plan.num_updates if plan.first else self.sampler.count_updates(plan.epoch)
 
     def updates_after(self, done: int, position: Position) -> int:
         """Updates that are left, exact where epochs are cheap to plan; else the current one stands in for the later."""
@@ -174,12 +177,12 @@ class Job:
         if self.ends_at(done, position):
             return 0
         plan = self.plan(position)
-        left = plan.num_updates - position.update
+        left = self.updates_in(plan) - position.update
         later = range(position.epoch + 1, training.num_epochs)
         if self.counts_all_epochs:
             left += sum(self.sampler.count_updates(epoch) for epoch in later)
         else:
-            left += len(later) * self.sampler.estimate_updates(position.epoch)
+            left += len(later) * self.updates_in(plan)
         if training.max_updates is not None:
             left = min(left, training.max_updates - done)
         return left

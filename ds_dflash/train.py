@@ -240,11 +240,10 @@ def agree_on_start(job: Job, topology: Topology, directory: RunDirectory, fresh:
 
 def plan_facts(job: Job) -> dict[str, Any]:
     """plan.json: the first epoch's batches in figures."""
-    plan = job.plan(job.sampler.start())
     return {
-        "updates_in_first_epoch": plan.num_updates,
-        "target_ranks": plan.ranks,
-        "rounds_per_update": plan.rounds,
+        "updates_in_first_epoch": job.sampler.estimate_updates(0),
+        "target_ranks": job.sampler.ranks,
+        "rounds_per_update": job.sampler.rounds,
         "samples": job.sampler.accounting,
         "fingerprint": job.sampler.fingerprint,
     }

@@ -43,7 +43,7 @@ class Trainer:
         checkpoint: Path | None,
     ) -> None:
         self._job, self._topology, self._stopper, self._directory = job, topology, stopper, directory
-        self._counting = threading.Thread(target=job.count_ahead, name="epochs", daemon=True)
+        self._counting = threading.Thread(target=job.count_ahead, args=[job.position(progress).epoch], daemon=True)
         self._counting.start()  # while models load
         self._engine = make_engine(job, topology.device)
         if checkpoint is not None:
@@ -115,7 +115,7 @@ class Trainer:
         figures = {
             "update": update.number,
             "updates_total": self._curve.total,
-            "epoch": update.epoch + (update.index + 1) / update.plan.num_updates,
+            "epoch": update.epoch + (update.index + 1) / self._job.updates_in(update.plan),
             **sums.figures(),
             "loss_weight": weight,
             "learning_rate": rate,
