@@ -32,8 +32,8 @@ Message = dict[str, str]
 
 SYSTEM = {"role": "system", "content": "Answer in one short sentence."}
 PROMPT_CHARACTERS = range(30, 161)
-HELD_OUT_CHATS = 14
-HELD_OUT_CODE = 4
+HELD_OUT_CHATS = 12
+HELD_OUT_CODE = 3
 BATCH_SIZE = 64
 MAX_NEW_TOKENS = 48
 
@@ -161,6 +161,6 @@ def write_atomically(file: Path, text: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=640, help="how many chats the target answers (default: 640)")
+    parser.add_argument("--prompts", type=int, default=448, help="how many chats the target answers (448)")
     for path in make_data(parser.parse_args().prompts):
         print(path)
