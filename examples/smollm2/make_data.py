@@ -27,6 +27,7 @@ from get_target import get_target
 from packages import CACHE, open_package
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 Message = dict[str, str]
 
@@ -90,6 +91,7 @@ def generate_answers(
     prompt_ids = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"] for prompt in prompts]
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
     answers: list[list[int]] = [[] for _ in prompts]
+    logging.disable_progress_bar()  # of loading the target, in the midst of the one here
     model = None
     for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc="the target answers", unit="batch"):
         members = by_length[start : start + BATCH_SIZE]

