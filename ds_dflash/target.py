@@ -331,6 +331,11 @@ def _load(auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, set
         )
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"The target {checkpoint.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+    except RuntimeError as error:  # under ZeRO-3 transformers does not report sizes, but fails
+        mismatch = next((line.strip() for line in str(error).splitlines() if "size mismatch" in line), None)
+        if mismatch is None:
+            raise
+        raise UserError(f"The shards of {checkpoint.path} do not fit its config: {mismatch}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
     _check_report(report, checkpoint)
