@@ -95,9 +95,10 @@ class SpeculativeDecoder:
     def generate(self, prompt: Tensor, *, max_new_tokens: int, stop_ids: Sequence[int]) -> Generation:
         """Continue `prompt` (int64 [length]) until a token of `stop_ids` or `max_new_tokens`."""
         cache = DynamicCache(config=self.target.config.get_text_config())
-        cache.activate_past_recording()
         context = _Context(self.drafter.model)
         logits, features = self._forward(prompt, cache)
+        if cache.is_croppable:  # known after the first forward; layers with a window then keep what a crop brings back
+            cache.activate_past_recording()
         context.append(features)
         ids = torch.cat([prompt, logits[-1:].argmax(-1)])
         acceptance_lengths: list[int] = []

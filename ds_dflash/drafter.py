@@ -58,7 +58,7 @@ class DraftAttention(nn.Module):
         return self.o_proj(attended.flatten(-2))
 
     def _split_heads(self, states: Tensor) -> Tensor:
-        return states.view(*states.shape[:-1], -1, self.head_dim)
+        return states.unflatten(-1, (-1, self.head_dim))
 
 
 class DraftLayer(nn.Module):
