@@ -34,7 +34,11 @@ class Roles:
     @classmethod
     def assign(cls, settings: TopologySettings, world_size: int, ranks_per_node: int) -> "Roles":
         """Raises UserError when the ranks do not suffice for the mode."""
-        assert world_size % ranks_per_node == 0
+        if world_size % ranks_per_node:
+            raise UserError(
+                f"The job has {world_size} ranks and {ranks_per_node} on this node: give every node the same number of"
+                " ranks (slots in the hostfile)."
+            )
         nodes = world_size // ranks_per_node
         if settings.mode == "colocated" or (settings.mode == "auto" and world_size == 1):
             return cls(nodes, ranks_per_node, False, ranks_per_node, ranks_per_node)
