@@ -191,6 +191,12 @@ class Terminal:
         self._bar = tqdm(initial=done, unit="update", dynamic_ncols=True) if sys.stderr.isatty() else None
 
     def log(self, figures: dict[str, Any]) -> None:
+        if "validation/loss" in figures:
+            self._say(
+                f"validation after update {figures['update']}  loss {figures['validation/loss']:.4f}"
+                f"  acceptance {figures['validation/acceptance_length']:.3f}"
+            )
+            return
         update, total = figures["update"], figures["updates_total"]
         text = (
             f"epoch {figures['epoch']:.2f}  loss {figures['loss']:.4f}"
@@ -202,7 +208,13 @@ class Terminal:
             self._bar.n = update
             self._bar.set_postfix_str(f"{text}  eta {_clock(figures['eta_seconds'])}")
         elif update % self._every == 0 or update == total or update == 1:
-            print(f"update {update}/{total}  {text}  eta {_clock(figures['eta_seconds'])}", flush=True)
+            self._say(f"update {update}/{total}  {text}  eta {_clock(figures['eta_seconds'])}")
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line)
+        else:
+            print(line, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

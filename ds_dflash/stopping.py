@@ -80,6 +80,12 @@ class Stopper:
         if self._store is not None:
             self._store.set("stop/failed", f"rank {self._rank}: {reason}")
 
+    def wait_for_reason(self) -> None:
+        """When a connection breaks: time for the watching thread to learn why, and to end the process if it does."""
+        time.sleep(8 * POLL_SECONDS)
+        if self.requested:
+            self.wait_for_the_end()
+
     def wait_for_the_end(self) -> NoReturn:
         """For a main thread with nothing left to do: the watching thread ends the process once the save is done."""
         while True:

@@ -99,6 +99,11 @@ def train(settings: Settings, fresh: bool = False) -> None:
     except UserError as error:
         stopper.fail(str(error))
         raise
+    except (ConnectionError, TimeoutError) as error:
+        stopper.wait_for_reason()  # a peer that failed has said why, and this rank ends with that
+        stopper.fail(str(error))
+        print(f"rank {rank}: {error}", file=sys.stderr)
+        leave(1)
     except Exception as error:
         if stopper.requested:  # a peer has left on the same stop
             stopper.wait_for_the_end()
