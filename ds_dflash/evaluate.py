@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
 from ds_dflash.config import TargetSettings
 from ds_dflash.data import load_tokenizer
+from ds_dflash.data.rows import RowDroppedError, encodable, parse_messages, parse_tokens, parse_tools
+from ds_dflash.data.template import RENDER_ERRORS
 from ds_dflash.decode import Drafter, SpeculativeDecoder, compare, greedy
 from ds_dflash.errors import UserError
 from ds_dflash.export import load_drafter, read_drafter_config
@@ -43,7 +45,7 @@ def evaluate(target_path: str, drafter_path: Path, prompts: Path, max_new_tokens
     config = read_drafter_config(drafter_path)
     check_fits(config, checkpoint, drafter_path)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=False)
-    encoded = list(read_prompts(prompts, tokenizer))
+    encoded = list(read_prompts(prompts, tokenizer, checkpoint.text.vocab_size))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_whole(checkpoint, settings, device)
     precision = weights_dtype(checkpoint, settings)
@@ -138,41 +140,56 @@ def end_of_text_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     return tuple(sorted(ids))
 
 
-def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Tensor]:
+def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Iterator[Tensor]:
     """Prompts int64 [length] from JSON lines with `messages` (rendered for an answer), `prompt` (text) or `input_ids`.
 
-    Assistant messages at the end of a conversation are left out: they are what is to be generated.
+    Assistant messages at the end of a conversation are left out: they are what is to be generated. Ids are below
+    `vocabulary`. Raises UserError naming file and line.
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist: give a JSONL file of prompts.")
     found = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
+        place = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            ids = _encode(json.loads(line), tokenizer)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}, column {error.colno}: not JSON ({error.msg}).") from None
-        ids = _encode(row, tokenizer, f"{path}, line {number}")
-        if not len(ids):
-            raise UserError(f"{path}, line {number}: the prompt has no tokens.")
+            raise UserError(f"{place}, column {error.colno}: not JSON ({error.msg}).") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: not UTF-8 (byte {error.start}).") from None
+        except RowDroppedError as error:
+            raise UserError(f"{place}: {error.detail}.") from None
+        outside = [token for token in ids if not 0 <= token < vocabulary]
+        if outside:
+            raise UserError(f"{place}: token id {outside[0]} is outside the target's vocabulary of {vocabulary}.")
+        if not ids:
+            raise UserError(f"{place}: the prompt has no tokens.")
         found += 1
         yield torch.tensor(ids, dtype=torch.int64)
     if not found:
         raise UserError(f"{path} holds no prompts.")
 
 
-def _encode(row: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> list[int]:
+def _encode(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a line's prompt; raises RowDroppedError as reading training data does."""
     if not isinstance(row, dict) or not {"messages", "prompt", "input_ids"} & row.keys():
-        raise UserError(f"{place}: a prompt is an object with messages, prompt or input_ids.")
+        raise RowDroppedError("empty", "a prompt is an object with messages, prompt or input_ids")
     if "input_ids" in row:
-        return row["input_ids"]
+        return parse_tokens({"input_ids": row["input_ids"]}).input_ids.tolist()
     if "prompt" in row:
-        return tokenizer(row["prompt"])["input_ids"]
-    messages = list(row["messages"])
+        return tokenizer(encodable(row["prompt"], "prompt"))["input_ids"]
+    messages = parse_messages(row["messages"])
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
+    if not messages:
+        raise RowDroppedError("empty", "there is no message to answer")
     if tokenizer.chat_template is None:
-        raise UserError(f"{place}: messages need a chat template, and the target's tokenizer has none.")
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, tools=row.get("tools"))
+        raise RowDroppedError("bad_messages", "messages need a chat template, and the target's tokenizer has none")
+    tools: Any = parse_tools(row.get("tools"))
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, tools=tools)
+    except RENDER_ERRORS as error:
+        raise RowDroppedError("bad_messages", f"the chat template refuses the messages ({error})") from None
     return tokenizer(text, add_special_tokens=False)["input_ids"]
