@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from ds_dflash.schedule import ProgressCurve, multiplier
@@ -82,3 +83,22 @@ def test_a_run_cut_off_by_its_estimate_ends_at_the_lowest_rate_and_stays_there()
     curve = ProgressCurve()
     curve.set_total(0, 10)
     assert [curve.at(update) for update in (0, 5, 10, 11)] == [0.0, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_epochs_that_vary_by_a_fifth_give_a_rate_without_jumps_that_ends_at_the_floor(schedule):
+    """Each epoch's number of updates is known at its start only, and stands in for the later ones until then."""
+    counts = [100, 120, 96, 115]
+    curve, rates = ProgressCurve(), []
+    for epoch, count in enumerate(counts):
+        total = sum(counts[:epoch]) + count * (len(counts) - epoch)
+        for _ in range(count):
+            curve.set_total(len(rates), total)
+            rates.append(multiplier(curve.at(len(rates) + 1), schedule, 0.04, 0.1))
+    assert len(curve.segments) == len(counts)
+    steepest_in_one_piece = np.pi / 2 * 0.9 / 0.96 / sum(counts) * (1 if schedule == "cosine" else 2 / np.pi)
+    falling = -np.diff(rates)[20:]
+    assert falling.min() > 0
+    assert falling.max() < 2.0 * steepest_in_one_piece
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[-2] > 0.1
