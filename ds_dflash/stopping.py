@@ -88,8 +88,8 @@ class Stopper:
 
     def wait_for_the_end(self) -> NoReturn:
         """For a main thread with nothing left to do: the watching thread ends the process once the save is done."""
-        while True:
-            time.sleep(POLL_SECONDS)
+        time.sleep(SAVE_SECONDS + 5)
+        leave(1, f"rank {self._rank}: a stop did not come to its end")
 
     def _watch(self, reader: socket.socket) -> None:
         while not self._closed.is_set():
@@ -108,7 +108,7 @@ class Stopper:
             return
         now = time.monotonic()
         if self._first_signal and now - self._first_signal > DOUBLE_SIGNAL_SECONDS:
-            _leave(1, f"rank {self._rank}: second signal, leaving without saving")
+            leave(1, f"rank {self._rank}: second signal, leaving without saving")
         self._first_signal = self._first_signal or now
         self._request(signal.Signals(numbers[0]).name)
 
@@ -121,13 +121,13 @@ class Stopper:
         assert self._store is not None
         try:
             if self._store.check(["stop/failed"]):
-                _leave(1, f"rank {self._rank} ends because of {self._store.get('stop/failed').decode()}")
+                leave(1, f"rank {self._rank} ends because of {self._store.get('stop/failed').decode()}")
             if not self.requested and self._store.check(["stop/reason"]):
                 self._requested.set()
         except (dist.DistError, RuntimeError) as error:
             if self._closed.is_set():
                 return
-            _leave(0 if self.requested else 1, f"rank {self._rank}: rank 0 is gone ({error})")
+            leave(0 if self.requested else 1, f"rank {self._rank}: rank 0 is gone ({error})")
         if self.requested and self._exits_alone:
             self._leave_when_saved()
 
@@ -138,12 +138,15 @@ class Stopper:
             time.sleep(POLL_SECONDS)
         if self._rank == 0:
             time.sleep(4 * POLL_SECONDS)  # rank 0 hosts the store: the others read it first
-        _leave(0, "")
+        leave(0)
 
 
-def _leave(code: int, message: str) -> None:
+def leave(code: int, message: str = "") -> NoReturn:
+    """End the process at once: threads may sit in waits that nothing ends."""
     if message:
-        print(message, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 

@@ -29,7 +29,7 @@ from ds_dflash.config import Settings, load_settings
 from ds_dflash.errors import UserError
 from ds_dflash.job import Job, Update
 from ds_dflash.run_directory import RunDirectory
-from ds_dflash.stopping import Stopper, StopRequestedError
+from ds_dflash.stopping import Stopper, StopRequestedError, leave
 from ds_dflash.target import Target, weights_dtype
 from ds_dflash.topology import Roles, Topology, launcher_ranks
 from ds_dflash.trainer import Trainer
@@ -64,13 +64,7 @@ def report_user_error(error: UserError) -> int:
 def train(settings: Settings, fresh: bool = False) -> None:
     """Train to the end of the settings, or to a stop; goes on with the run that is there unless `fresh`."""
     rank, world_size, ranks_per_node = launcher_ranks()
-    if rank > 0 or not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
-    if (
-        not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ
-    ):  # the ranks of a node share its cores, and none may spin on another's
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_per_node))
+    share_the_machine(rank, ranks_per_node)
     roles = Roles.assign(settings.topology, world_size, ranks_per_node)
     directory = RunDirectory(settings)
     if not fresh:
@@ -85,41 +79,50 @@ def train(settings: Settings, fresh: bool = False) -> None:
     stopper = Stopper(rank, topology.store, exits_alone=topology.role == "target")
     stopper.start()
     try:
-        checkpoint = agree_on_start(job, topology, directory, fresh)
-        progress = Progress() if checkpoint is None else Progress.read(checkpoint)
-        if checkpoint is not None:
-            check_fingerprint(progress.fingerprint, job.sampler.fingerprint)
-        progress.fingerprint = job.sampler.fingerprint
-        if topology.role == "target":
-            run_target(job, topology, stopper, progress)
-        else:
-            run_drafter(job, topology, stopper, Trainer(job, topology, stopper, directory, progress, checkpoint))
-    except StopRequestedError:
-        stopper.wait_for_the_end()  # a target rank has nothing to save
+        run_role(job, topology, stopper, directory, fresh)
     except UserError as error:
         stopper.fail(str(error))
         raise
-    except (ConnectionError, TimeoutError) as error:
-        stopper.wait_for_reason()  # a peer that failed has said why, and this rank ends with that
-        stopper.fail(str(error))
-        print(f"rank {rank}: {error}", file=sys.stderr)
-        leave(1)
     except Exception as error:
-        if stopper.requested:  # a peer has left on the same stop
-            stopper.wait_for_the_end()
-        traceback.print_exc()
-        stopper.fail(f"{type(error).__name__}: {error}")
-        leave(1)
+        end_badly(error, rank, stopper)
     if stopper.requested:
         leave(0)
     finish_together(topology, stopper, world_size)
 
 
-def leave(code: int) -> NoReturn:
-    """End the process at once: threads may sit in waits that nothing ends."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def share_the_machine(rank: int, ranks_per_node: int) -> None:
+    """The ranks of a node share its cores, and none may spin on another's; one of them shows progress bars."""
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_per_node))
+    if rank > 0 or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+
+
+def run_role(job: Job, topology: Topology, stopper: Stopper, directory: RunDirectory, fresh: bool) -> None:
+    """Train as this rank's role says, from the checkpoint that all ranks agree on."""
+    checkpoint = agree_on_start(job, topology, directory, fresh)
+    progress = Progress() if checkpoint is None else Progress.read(checkpoint)
+    if checkpoint is not None:
+        check_fingerprint(progress.fingerprint, job.sampler.fingerprint)
+    progress.fingerprint = job.sampler.fingerprint
+    if topology.role == "target":
+        run_target(job, topology, stopper, progress)
+    else:
+        run_drafter(job, topology, stopper, Trainer(job, topology, stopper, directory, progress, checkpoint))
+
+
+def end_badly(error: Exception, rank: int, stopper: Stopper) -> NoReturn:
+    """A target rank that is to stop waits for the save; any other error ends the whole job with its reason."""
+    if stopper.requested:  # also where a connection broke because a peer has left on the same stop
+        stopper.wait_for_the_end()
+    if isinstance(error, ConnectionError | TimeoutError):
+        stopper.wait_for_reason()  # a peer that failed has said why, and this rank ends with that
+        print(f"rank {rank}: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    stopper.fail(f"{type(error).__name__}: {error}")
+    leave(1)
 
 
 def run_target(job: Job, topology: Topology, stopper: Stopper, progress: Progress) -> None:

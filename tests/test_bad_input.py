@@ -104,8 +104,7 @@ class TestTraining:
     def test_an_initial_drafter_of_another_shape(self, capsys, config, tmp_path):
         assert cli.main(["init", "--config", str(config), str(tmp_path / "drafter")]) == 0
         code = train.main(
-            ["--config", str(config), "--set", "drafter.block_size=6"]
-            + ["--set", f"drafter.init_from={tmp_path / 'drafter'}"]
+            ["--config", str(config), "--set", "drafter.block_size=6", "--set", f"drafter.init_from={tmp_path}/drafter"]
         )
         assert_refused(capsys, code, "block_size 4", "6")
 

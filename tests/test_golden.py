@@ -1,7 +1,7 @@
 """Every golden case: small fp32 problems with the numbers that independent implementations of the method gave.
 
-Cases are the files of tests/golden/, or of the directory that the environment variable DS_DFLASH_GOLDEN names; the kind of a
-case is recognised by its tensors.
+Cases are the files of tests/golden/, or of the directory that the environment variable DS_DFLASH_GOLDEN names; the
+kind of a case is recognised by its tensors.
 """
 
 import json
