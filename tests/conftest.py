@@ -2,4 +2,6 @@
 
 import os
 
+import ds_dflash  # noqa: F401  before torch, whose threads it keeps from spinning
+
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", "cpu"))
