@@ -34,7 +34,7 @@ Message = dict[str, str]
 SYSTEM = {"role": "system", "content": "Answer in one short sentence."}
 PROMPT_CHARACTERS = range(30, 161)
 HELD_OUT_CHATS = 12
-HELD_OUT_CODE = 3
+HELD_OUT_CODE = 2
 BATCH_SIZE = 64
 MAX_NEW_TOKENS = 48
 

@@ -18,7 +18,7 @@ evaluate() { # DRAFTER FIGURES.json, unless the figures are newer than all they 
         return
     fi
     ds-dflash evaluate --target "$cache/target" --drafter "$1" --prompts "$cache/held_out.jsonl" \
-        --max-new-tokens 48 --json >"$2.partial"
+        --max-new-tokens 32 --json >"$2.partial"
     mv "$2.partial" "$2"
 }
 
