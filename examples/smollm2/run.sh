@@ -12,6 +12,7 @@ run=$cache/runs/run
 
 ./tests/venv.sh example
 export PATH="$PWD/.venv/bin:$PATH"
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # as ds_dflash sets it, for the steps that don't import it
 
 evaluate() { # DRAFTER FIGURES.json, unless the figures are newer than all they come from
     if [ "$2" -nt "$1/model.safetensors" ] && [ "$2" -nt "$cache/held_out.jsonl" ]; then
