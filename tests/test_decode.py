@@ -1,5 +1,7 @@
 """Speculative decoding gives the target's own greedy output, and accepts what a plain loop accepts."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import small_targets
@@ -48,6 +50,7 @@ def drafter_for(target, **fields):
     return drafter_config(**shared, dflash_config={"mask_token_id": 3, "target_layer_ids": TAPS}, **fields)
 
 
+@cache
 def target_of(kind):
     return small_targets.build(MODELS[kind], seed=1)
 
@@ -56,10 +59,11 @@ def prompt_of(length=9, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).integers(5, small_targets.VOCABULARY, length))
 
 
-def plain(target, prompt, count):
-    """Greedy decoding without any cache: one whole forward a token."""
-    ids = prompt
-    for _ in range(count):
+@cache
+def own_output(kind, length=9):
+    """`prompt_of(length)` and the target's next 32 tokens: one whole forward a token, without any cache."""
+    target, ids = target_of(kind), prompt_of(length)
+    for _ in range(32):
         ids = torch.cat([ids, target(input_ids=ids[None]).logits[0, -1:].argmax(-1)])
     return ids
 
@@ -68,7 +72,7 @@ def plain(target, prompt, count):
 def test_greedy_equals_whole_forwards_without_a_cache(kind):
     target, prompt = target_of(kind), prompt_of()
     generation = greedy(target, prompt, max_new_tokens=15, stop_ids=())
-    assert torch.equal(generation.output_ids, plain(target, prompt, 15))
+    assert torch.equal(generation.output_ids, own_output(kind)[: 9 + 15])
     assert len(generation.tie_margins) == 15
     assert (generation.tie_margins >= 0).all()
 
@@ -81,21 +85,21 @@ def test_speculative_output_is_the_targets_own(kind, drafter_fields):
     for length in (1, 9):
         prompt = prompt_of(length)
         generation = decoder.generate(prompt, max_new_tokens=12, stop_ids=())
-        assert torch.equal(generation.output_ids, plain(target, prompt, 12))
+        assert torch.equal(generation.output_ids, own_output(kind, length)[: length + 12])
 
 
 @EVERY_MODEL
 def test_what_is_accepted_is_the_run_of_right_proposals_and_the_output_stays_the_targets(kind):
     """Every number of right slots, after every other: caches go back to what is committed, whatever was tried."""
     target, prompt = target_of(kind), prompt_of()
-    continuation = plain(target, prompt, 40)
+    continuation = own_output(kind)
     wrong = [[0], [1], [], [2], [0, 2], [], [], [1, 2], [0]]
     decoder = SpeculativeDecoder(target, Echo(target, continuation, wrong))
-    generation = decoder.generate(prompt, max_new_tokens=28, stop_ids=())
-    assert torch.equal(generation.output_ids, continuation[: len(prompt) + 28])
+    generation = decoder.generate(prompt, max_new_tokens=24, stop_ids=())
+    assert torch.equal(generation.output_ids, continuation[: len(prompt) + 24])
     lengths = [1 + min(slots, default=3) for slots in wrong]
     expected = []
-    while 1 + sum(expected) < 28:
+    while 1 + sum(expected) < 24:
         expected.append(lengths[len(expected) % len(lengths)])
     assert generation.acceptance_lengths.tolist() == expected
 
@@ -103,7 +107,7 @@ def test_what_is_accepted_is_the_run_of_right_proposals_and_the_output_stays_the
 def simple_loop(target, model, prompt, count):
     """Speculative decoding from its definition: whole forwards of target and drafter, no caches."""
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-    ids, lengths = plain(target, prompt, 1), []
+    ids, lengths = torch.cat([prompt, target(input_ids=prompt[None]).logits[0, -1:].argmax(-1)]), []
     while len(ids) < len(prompt) + count:
         anchor = len(ids) - 1
         hidden = target(input_ids=ids[None], output_hidden_states=True).hidden_states
@@ -139,7 +143,7 @@ def test_acceptance_lengths_equal_those_of_a_loop_without_caches(kind):
 @EVERY_MODEL
 def test_decoding_ends_with_the_first_stop_id(kind):
     target, prompt = target_of(kind), prompt_of()
-    continuation = plain(target, prompt, 30)
+    continuation = own_output(kind)
     stop = int(continuation[len(prompt) + 7])
     first = int((continuation[len(prompt) :] == stop).nonzero()[0])
     expected = continuation[: len(prompt) + first + 1]
@@ -153,7 +157,7 @@ def test_decoding_ends_with_the_first_stop_id(kind):
 
 def test_a_stop_id_in_the_prompt_ends_nothing():
     target, prompt = target_of("qwen3"), prompt_of()
-    absent = set(range(small_targets.VOCABULARY)) - set(plain(target, prompt, 10)[len(prompt) :].tolist())
+    absent = set(range(small_targets.VOCABULARY)) - set(own_output("qwen3")[9:19].tolist())
     stop = (absent & set(prompt.tolist())).pop()
     decoder = SpeculativeDecoder(target, Drafter(make_drafter(drafter_for(target)), target))
     assert len(decoder.generate(prompt, max_new_tokens=10, stop_ids=(stop,)).output_ids) == len(prompt) + 10
@@ -163,10 +167,10 @@ def test_a_stop_id_in_the_prompt_ends_nothing():
 def test_an_answer_of_one_token_needs_no_draft():
     target, prompt = target_of("qwen3"), prompt_of()
     decoder = SpeculativeDecoder(target, Drafter(make_drafter(drafter_for(target)), target))
-    first = int(plain(target, prompt, 1)[-1])
+    first = int(own_output("qwen3")[9])
     for options in ({"max_new_tokens": 1, "stop_ids": ()}, {"max_new_tokens": 9, "stop_ids": (first,)}):
         generation = decoder.generate(prompt, **options)
-        assert torch.equal(generation.output_ids, plain(target, prompt, 1))
+        assert torch.equal(generation.output_ids, own_output("qwen3")[:10])
         assert len(generation.acceptance_lengths) == 0
 
 
@@ -216,7 +220,7 @@ def test_compare_tells_equal_tie_and_different_apart():
 def test_the_margin_of_a_tie_is_relative_to_the_largest_logit():
     target = target_of("qwen3")
     margins = greedy(target, prompt_of(), max_new_tokens=3, stop_ids=()).tie_margins
-    ids = plain(target, prompt_of(), 3)
+    ids = own_output("qwen3")
     for step, margin in enumerate(margins):
         logits = target(input_ids=ids[None, : 9 + step]).logits[0, -1].sort(descending=True).values
         assert margin == pytest.approx(float((logits[0] - logits[1]) / logits[0].abs()), rel=1e-3)
