@@ -233,7 +233,10 @@ class Receiver:
 
     def _acknowledge(self, source: int, sequence: float) -> None:
         answer = torch.tensor([sequence], dtype=torch.float64)
-        self._acknowledger.add([self._bridge.group.send([answer], source, ACKNOWLEDGEMENT)], answer)
+        try:
+            self._acknowledger.add([self._bridge.group.send([answer], source, ACKNOWLEDGEMENT)], answer)
+        except RuntimeError as error:
+            raise ConnectionError(f"the connection to rank {source} broke: {str(error).splitlines()[0]}") from None
         self._unconfirmed += 1
         while not self._acknowledger.done.empty():
             self._acknowledger.done.get()

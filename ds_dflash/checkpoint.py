@@ -11,7 +11,9 @@ All is written under a hidden name, synchronised to disk and renamed, so a save 
 
 import json
 import os
+import pickle
 import shutil
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,12 @@ class Progress:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":
-        return cls(**json.loads((checkpoint / "progress.json").read_text()))
+        try:
+            return cls(**json.loads((checkpoint / "progress.json").read_text()))
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{checkpoint}/progress.json cannot be used ({error}): remove this checkpoint to go on from the last."
+            ) from None
 
 
 def save_checkpoint(engine: Any, directory: Path, progress: Progress, keep: int) -> Path:
@@ -80,23 +87,40 @@ def load_checkpoint(engine: Any, checkpoint: Path) -> None:
             f"{checkpoint} was saved by {saved_ranks} drafter ranks and this run has {dist.get_world_size()}:"
             " resume with the same number of drafter ranks."
         )
-    loaded, _ = engine.load_checkpoint(str(checkpoint), tag=ENGINE_TAG, load_lr_scheduler_states=False)
+    try:
+        loaded, _ = engine.load_checkpoint(str(checkpoint), tag=ENGINE_TAG, load_lr_scheduler_states=False)
+    except (RuntimeError, KeyError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"{checkpoint} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}): remove it to go on"
+            " from the one before."
+        ) from None
     assert loaded is not None, f"DeepSpeed found no checkpoint in {checkpoint}"
     random_state = bytearray.fromhex(Progress.read(checkpoint).random_state)
     torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
 
 
-def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint of a run's `checkpoints` directory."""
-    return next((checkpoint for checkpoint in reversed(_by_age(directory)) if is_whole(checkpoint)), None)
+def newest_checkpoint(directory: Path, warn: bool = False) -> Path | None:
+    """The newest whole checkpoint of a run's `checkpoints` directory, None if there is none at all.
+
+    `warn` names a damaged newer one on stderr; if all are damaged that is a UserError, never a fresh start.
+    """
+    found = list(reversed(_by_age(directory)))
+    whole = next((checkpoint for checkpoint in found if is_whole(checkpoint)), None)
+    if found and whole is None:
+        raise UserError(
+            f"None of the {len(found)} checkpoints in {directory} is whole: put one back, or start over with --fresh."
+        )
+    if warn and found and found[0] != whole:
+        print(f"warning: {found[0]} is not whole: {whole} is taken in its place.", file=sys.stderr, flush=True)
+    return whole
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether every file that the manifest lists is there in its size."""
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-        return all((checkpoint / name).stat().st_size == size for name, size in manifest.items())
-    except (OSError, ValueError):
+        return bool(manifest) and all((checkpoint / name).stat().st_size == size for name, size in manifest.items())
+    except (OSError, ValueError, AttributeError):
         return False
 
 

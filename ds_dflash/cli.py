@@ -10,7 +10,7 @@ import ds_dflash.accelerator  # noqa: F401  before anything imports DeepSpeed
 from ds_dflash import data, evaluate, planner
 from ds_dflash.checkpoint import is_whole, newest_checkpoint
 from ds_dflash.config import Settings, load_settings
-from ds_dflash.errors import UserError
+from ds_dflash.errors import UserError, describe_os_error
 from ds_dflash.export import read_drafter, write_drafter
 from ds_dflash.job import drafter_config, prepare_data
 from ds_dflash.target import open_target
@@ -24,6 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return UserError.EXIT_CODE
+    except OSError as error:
+        print(f"error: {describe_os_error(error)}", file=sys.stderr)
         return UserError.EXIT_CODE
 
 
@@ -55,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--target", required=True, metavar="DIR", help="the target, or its name on the hub")
     evaluation.add_argument("--drafter", required=True, type=Path, metavar="DIR")
     evaluation.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl")
-    evaluation.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="a prompt (128)")
+    evaluation.add_argument("--max-new-tokens", type=positive_number, default=128, metavar="N", help="a prompt (128)")
     evaluation.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's"
     )
@@ -69,7 +72,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
 
 
-def _positive(text: str) -> int:
+def positive_number(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfigError
 from torch import Tensor
 
 from ds_dflash.accelerator import deepspeed
 from ds_dflash.drafter import DFlashDraftModel
+from ds_dflash.errors import UserError
 
 
 def engine_config(deepspeed_keys: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -37,7 +39,13 @@ class DrafterEngine:
         config = engine_config(deepspeed_keys, device)
         self.base_learning_rate = float(config["optimizer"]["params"]["lr"])
         drafter.to(device)
-        self.engine = deepspeed.initialize(model=drafter, model_parameters=drafter.parameters(), config=config)[0]
+        try:
+            self.engine = deepspeed.initialize(model=drafter, model_parameters=drafter.parameters(), config=config)[0]
+        except (ImportError, TypeError, ValueError, IndexError, AssertionError, DeepSpeedConfigError) as error:
+            reason = str(error).strip().splitlines() or [""]
+            raise UserError(
+                f"DeepSpeed cannot make an engine of the top-level settings: {type(error).__name__}: {reason[0]}"
+            ) from None
         self._backwards = 0
 
     @property

@@ -8,3 +8,8 @@ class UserError(Exception):
     """
 
     EXIT_CODE = 2
+
+
+def describe_os_error(error: OSError) -> str:
+    """What the system refused and on which file, in one sentence."""
+    return f"{error.filename or 'a file'}: {error.strerror or error}"

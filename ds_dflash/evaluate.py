@@ -47,15 +47,27 @@ def evaluate(target_path: str, drafter_path: Path, prompts: Path, max_new_tokens
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=False)
     encoded = list(read_prompts(prompts, tokenizer, checkpoint.text.vocab_size))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = load_whole(checkpoint, settings, device)
+    check_room(encoded, max_new_tokens, checkpoint)
     precision = weights_dtype(checkpoint, settings)
-    decoder = SpeculativeDecoder(target, Drafter(load_drafter(drafter_path, precision, device), target))
+    drafter = load_drafter(drafter_path, precision, device)
+    target = load_whole(checkpoint, settings, device)
+    decoder = SpeculativeDecoder(target, Drafter(drafter, target))
     stop_ids = end_of_text_ids(target, tokenizer)
     results = [
         _evaluate_prompt(target, decoder, prompt.to(device), max_new_tokens, stop_ids, precision)
         for prompt in tqdm(encoded, desc="Decoding", unit="prompt", disable=None)
     ]
     return summary(results, config.block_size)
+
+
+def check_room(prompts: Sequence[Tensor], max_new_tokens: int, target: TargetCheckpoint) -> None:
+    """Raise UserError if a prompt with its answer does not fit the target's positions."""
+    longest, positions = max(len(prompt) for prompt in prompts), target.text.max_position_embeddings
+    if longest + max_new_tokens > positions:
+        raise UserError(
+            f"The longest prompt has {longest} tokens, and {longest} + {max_new_tokens} new ones are more than the"
+            f" {positions} positions of the target {target.path}: lower --max-new-tokens or shorten the prompt."
+        )
 
 
 def _evaluate_prompt(

@@ -4,10 +4,13 @@ Settings, target, data and batches are opened and checked here, so that a user's
 seconds, before any process group exists. The walk is what both roles follow: no message says what comes next.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
@@ -70,6 +73,7 @@ class Job:
     sampler: BatchSampler
     validation: Rows | None
     validation_sampler: BatchSampler | None
+    fingerprint: dict[str, Any]
 
     @classmethod
     def open(cls, settings: Settings, roles: Roles) -> "Job":
@@ -77,7 +81,8 @@ class Job:
         target = open_target(settings.target)
         tokenizer = load_tokenizer(target.path, settings.target.trust_remote_code)
         config = drafter_config(settings, target, tokenizer)
-        dataset: Rows = prepare_data(settings, settings.data.train, target)
+        prepared = prepare_data(settings, settings.data.train, target)
+        dataset: Rows = prepared
         validation: Rows | None = None
         if settings.data.validation is not None:
             validation = prepare_data(settings, settings.data.validation, target)
@@ -85,11 +90,24 @@ class Job:
             dataset, validation = hold_out(dataset, settings.data.validation_fraction, settings.training.seed)
         plan = _plan_settings(settings, target)
         rounds = settings.gradient_accumulation_steps
+        if rounds * roles.targets > MOST_MICRO_BATCHES:
+            raise UserError(
+                f"gradient_accumulation_steps {rounds} on {roles.targets} target ranks makes updates of"
+                f" {rounds * roles.targets} micro-batches: at most {MOST_MICRO_BATCHES} are supported."
+            )
         sampler = BatchSampler(dataset.lengths, plan, ranks=roles.targets, rounds=rounds)
         validation_sampler = None
         if validation is not None:
             validation_sampler = BatchSampler(validation.lengths, plan, ranks=roles.targets, rounds=rounds)
-        return cls(settings, roles, target, config, dataset, sampler, validation, validation_sampler)
+        fingerprint = {**sampler.fingerprint, "training data": prepared.fingerprint}
+        return cls(settings, roles, target, config, dataset, sampler, validation, validation_sampler, fingerprint)
+
+    def digest(self) -> str:
+        """A hash of what all ranks must have alike: the settings (paths of caches aside), data and tapped layers."""
+        settings = self.settings.to_dict()
+        del settings["ds_dflash"]["data"]["cache_dir"]
+        facts = json.dumps([settings, self.fingerprint, self.target.text.to_dict()], sort_keys=True, default=str)
+        return hashlib.sha256(facts.encode()).hexdigest()
 
     @property
     def layer_ids(self) -> list[int]:
@@ -187,6 +205,9 @@ class Job:
             left = min(left, training.max_updates - done)
         return left
 
+
+MOST_MICRO_BATCHES = 100_000
+"""Micro-batches of an update; more are a slip of the pen."""
 
 CHEAP_SAMPLES = 20_000_000
 """Samples, over all epochs, up to which every epoch is counted ahead (about 0.2 s a million)."""

@@ -22,6 +22,8 @@ import wandb
 from torch import Tensor
 from tqdm import tqdm
 
+from ds_dflash.errors import UserError
+
 STRATA = 24
 LOSS, WEIGHT, BLOCKS, ACCEPTED, SLOTS = range(5)
 
@@ -122,7 +124,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    lines = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        try:
+            lines.append(json.loads(line))
+            lines[-1]["update"]
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{path}, line {number}: not the figures of an update: mend or remove the line.") from None
+    return lines
 
 
 class WandbRun:

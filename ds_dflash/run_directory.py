@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from ds_dflash.checkpoint import Progress, newest_checkpoint
 from ds_dflash.config import Settings, describe_changes, load_settings
 from ds_dflash.errors import UserError
@@ -47,7 +49,7 @@ class RunDirectory:
     def finished_update(self) -> int | None:
         """The last update of a run that is finished under the present settings, else None."""
         newest = newest_checkpoint(self.checkpoints)
-        if newest is None or not self.drafter.is_dir():
+        if newest is None or not (self.drafter / "model.safetensors").is_file():
             return None
         progress, training = Progress.read(newest), self._settings.training
         by_epochs = progress.position["epoch"] >= training.num_epochs
@@ -56,6 +58,7 @@ class RunDirectory:
 
     def open(self, fresh: bool, plan: dict[str, Any]) -> None:
         """Make the directory and write what is known from the start (one rank only); `fresh` moves an old run aside."""
+        self._lock()
         if fresh and self.path.exists():
             number = 1
             while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
@@ -68,3 +71,14 @@ class RunDirectory:
             temporary = self.path / f".{name}.writing"
             temporary.write_text(json.dumps(content, indent=2) + "\n")
             os.replace(temporary, self.path / name)
+
+    def _lock(self) -> None:
+        """Held until this process ends; raises UserError if another job has the run."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._held = FileLock(self.path.parent / f".{self.path.name}.lock")
+        try:
+            self._held.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"Another job is training {self.path}: wait for its end, or choose another run_name."
+            ) from None

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ds_dflash.setting_errors import shown
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[Text, AfterValidator(lambda text: str(Path(text).expanduser()) if text[0] == "~" else text)]
 Directory = Annotated[

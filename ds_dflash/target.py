@@ -329,7 +329,7 @@ def _load(auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, set
             ignore_mismatched_sizes=True,  # reported below, and not as a table
             output_loading_info=True,
         )
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, ImportError) as error:
         raise UserError(f"The target {checkpoint.path} cannot be loaded: {str(error).splitlines()[0]}") from None
     except RuntimeError as error:  # under ZeRO-3 transformers does not report sizes, but fails
         mismatch = next((line.strip() for line in str(error).splitlines() if "size mismatch" in line), None)

@@ -26,7 +26,7 @@ from ds_dflash.batching import check_fingerprint
 from ds_dflash.channel import Bridge, Delivery, Parcel, Receiver, Sender
 from ds_dflash.checkpoint import Progress, newest_checkpoint
 from ds_dflash.config import Settings, load_settings
-from ds_dflash.errors import UserError
+from ds_dflash.errors import UserError, describe_os_error
 from ds_dflash.job import Job, Update
 from ds_dflash.run_directory import RunDirectory
 from ds_dflash.stopping import Stopper, StopRequestedError, leave
@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(load_settings(options.config, options.set), options.fresh)
     except UserError as error:
         return report_user_error(error)
+    except OSError as error:
+        return report_user_error(UserError(describe_os_error(error)))
     return 0
 
 
@@ -75,7 +77,7 @@ def train(settings: Settings, fresh: bool = False) -> None:
                 print(f"{directory.path} is finished: {finished} updates, drafter in {directory.drafter}", flush=True)
             return
     job = Job.open(settings, roles)
-    topology = Topology.from_environment(settings.topology)
+    topology = join(settings, rank)
     stopper = Stopper(rank, topology.store, exits_alone=topology.role == "target")
     stopper.start()
     try:
@@ -88,6 +90,17 @@ def train(settings: Settings, fresh: bool = False) -> None:
     if stopper.requested:
         leave(0)
     finish_together(topology, stopper, world_size)
+
+
+def join(settings: Settings, rank: int) -> Topology:
+    """Meet the other ranks; raises UserError when some do not come."""
+    try:
+        return Topology.from_environment(settings.topology)
+    except (dist.DistError, RuntimeError) as error:
+        raise UserError(
+            f"Not all ranks arrived within topology.timeout_seconds, {settings.topology.timeout_seconds}: see what the"
+            f" others say ({type(error).__name__})."
+        ) from None
 
 
 def share_the_machine(rank: int, ranks_per_node: int) -> None:
@@ -104,12 +117,21 @@ def run_role(job: Job, topology: Topology, stopper: Stopper, directory: RunDirec
     checkpoint = agree_on_start(job, topology, directory, fresh)
     progress = Progress() if checkpoint is None else Progress.read(checkpoint)
     if checkpoint is not None:
-        check_fingerprint(progress.fingerprint, job.sampler.fingerprint)
-    progress.fingerprint = job.sampler.fingerprint
+        check_same_data(progress, job, directory)
+    progress.fingerprint = job.fingerprint
     if topology.role == "target":
         run_target(job, topology, stopper, progress)
     else:
         run_drafter(job, topology, stopper, Trainer(job, topology, stopper, directory, progress, checkpoint))
+
+
+def check_same_data(progress: Progress, job: Job, directory: RunDirectory) -> None:
+    try:
+        check_fingerprint(progress.fingerprint, job.fingerprint)
+    except UserError as error:
+        raise UserError(
+            f"{directory.path} cannot go on: {error}; put data.train back as it was, or start over with --fresh."
+        ) from None
 
 
 def end_badly(error: Exception, rank: int, stopper: Stopper) -> NoReturn:
@@ -231,11 +253,12 @@ def make_bridge(topology: Topology) -> Bridge:
 
 def agree_on_start(job: Job, topology: Topology, directory: RunDirectory, fresh: bool) -> Path | None:
     """Rank 0 opens the run's directory; all ranks start from the checkpoint that it names."""
+    digest = job.digest()
     if topology.rank == 0:
-        answer: dict[str, str | None] = {}
+        answer: dict[str, str | None] = {"digest": digest}
         try:
             directory.open(fresh, plan_facts(job))
-            newest = newest_checkpoint(directory.checkpoints)
+            newest = newest_checkpoint(directory.checkpoints, warn=True)
             answer["checkpoint"] = str(newest) if newest else None
         except (UserError, OSError) as error:
             answer["error"] = str(error)
@@ -243,6 +266,10 @@ def agree_on_start(job: Job, topology: Topology, directory: RunDirectory, fresh:
     answer = json.loads(topology.store.get("start"))
     if answer.get("error") is not None:
         raise UserError(answer["error"])
+    if answer["digest"] != digest:
+        raise UserError(
+            f"Rank {topology.rank} has other settings or other data than rank 0: give all nodes the same files."
+        )
     return Path(answer["checkpoint"]) if answer["checkpoint"] else None
 
 

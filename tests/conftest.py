@@ -1,7 +1,11 @@
-"""Nothing in a test may reach a network or W&B."""
+"""Nothing in a test may reach a network or W&B, or draw progress bars."""
 
 import os
 
 import ds_dflash  # noqa: F401  before torch, whose threads it keeps from spinning
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", "cpu"))
+
+import transformers
+
+transformers.utils.logging.disable_progress_bar()

@@ -64,7 +64,7 @@ def load_tokenizer(tokenizer_path: Path, trust_remote_code: bool = False) -> Pre
         return AutoTokenizer.from_pretrained(
             str(tokenizer_path), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{tokenizer_path}: no tokenizer can be loaded from there ({reason}).") from None
 
