@@ -46,19 +46,27 @@ def _parser() -> argparse.ArgumentParser:
 
     init = commands.add_parser("init", help="write the untrained drafter that a run would start from")
     _add_settings(init)
-    init.add_argument("out", type=Path, metavar="OUT")
+    init.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     init.set_defaults(run=run_init)
 
     export = commands.add_parser("export", help="write a run's or a checkpoint's drafter in the serving format")
-    export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
-    export.add_argument("out", type=Path, metavar="OUT")
+    export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="runs/run, or a checkpoint in it")
+    export.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     export.set_defaults(run=run_export)
 
     evaluation = commands.add_parser("evaluate", help="decode prompts with target and drafter")
     evaluation.add_argument("--target", required=True, metavar="DIR", help="the target, or its name on the hub")
-    evaluation.add_argument("--drafter", required=True, type=Path, metavar="DIR")
-    evaluation.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl")
-    evaluation.add_argument("--max-new-tokens", type=positive_number, default=128, metavar="N", help="a prompt (128)")
+    evaluation.add_argument("--drafter", required=True, type=Path, metavar="DIR", help="in the serving format")
+    evaluation.add_argument(
+        "--prompts", required=True, type=Path, metavar="FILE.jsonl", help="rows of messages, prompt or input_ids"
+    )
+    evaluation.add_argument(
+        "--max-new-tokens",
+        type=positive_number,
+        default=128,
+        metavar="N",
+        help="tokens to generate for each prompt, at most (128)",
+    )
     evaluation.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's"
     )
@@ -83,6 +91,7 @@ def run_prepare(options: argparse.Namespace) -> int:
     settings = load_settings(options.config, options.set)
     target = open_target(settings.target)
     prepared = prepare_data(settings, settings.data.train, target)
+    print(f"prepared in {prepared.directory}")
     print(data.describe(prepared))
     if options.show:
         print(data.show(prepared, data.load_tokenizer(target.path, settings.target.trust_remote_code), options.show))
@@ -98,6 +107,7 @@ def run_init(options: argparse.Namespace) -> int:
     _refuse_to_overwrite(options.out)
     drafter = initial_drafter(config, settings.training.seed, settings.drafter.init_from)
     write_drafter(drafter.state_dict(), config, options.out)
+    print(f"untrained drafter written to {options.out}")
     return 0
 
 
