@@ -45,6 +45,7 @@ class TargetSettings(Section):
     )
     layer_ids: list[NonNegativeInt] | None = Field(
         default=None,
+        min_length=1,
         description="tapped decoder layers, counted from 0, increasing; null: spread over the target's depth",
     )
     attn_implementation: Text | None = Field(
