@@ -3,10 +3,11 @@
     checkpoints/step-000123/
         engine/         DeepSpeed's files: fp32 masters and optimizer state, a part from each drafter rank
         drafter/        the weights in the serving format
-        progress.json   updates done, position in the data, learning-rate curve, random state, W&B run
-        manifest.json   every file with its size: what makes the directory whole
+        progress.json   updates done, position in the data, learning-rate curve, random state, W&B run, best validation
+        manifest.json   every other file with its size: what makes the directory whole
 
 All is written under a hidden name, synchronised to disk and renamed, so a save that was cut short never looks finished.
+Only progress.json may be replaced later (atomically): by what a validation pass found of this very state.
 """
 
 import json
@@ -33,7 +34,8 @@ class Progress:
 
     update: optimizer updates done; position: `batching.Position` as a dict; fingerprint: the sampler's;
     curve: segments of the learning-rate curve; wandb_id: the W&B run; random_state: torch's on the CPU, as hexadecimal
-    digits.
+    digits; validated: the last update that a validation pass has followed; best_update, best_acceptance_length: the one
+    whose validation had the largest acceptance length.
     """
 
     update: int = 0
@@ -42,6 +44,15 @@ class Progress:
     curve: list[list[float]] = field(default_factory=list)
     wandb_id: str | None = None
     random_state: str = ""
+    validated: int = 0
+    best_update: int | None = None
+    best_acceptance_length: float | None = None
+
+    def note_validation(self, acceptance_length: float) -> None:
+        """The validation of the present state is done; a state without blocks (nan) is never the best."""
+        self.validated = self.update
+        if acceptance_length > (self.best_acceptance_length or 0.0):
+            self.best_update, self.best_acceptance_length = self.update, acceptance_length
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":
@@ -54,11 +65,11 @@ class Progress:
 
 
 def save_checkpoint(engine: Any, directory: Path, progress: Progress, keep: int) -> Path:
-    """Write `directory/step-...` from all drafter ranks (a collective call) and prune to the `keep` newest.
+    """Write `directory/step-...` from all drafter ranks (a collective call); prune to the `keep` newest and the best.
 
     directory: on a file system that all drafter ranks share.
     """
-    final = directory / f"step-{progress.update:06d}"
+    final = checkpoint_path(directory, progress.update)
     writing = directory / f".{final.name}.writing"
     is_first = dist.get_rank() == 0
     progress.random_state = torch.get_rng_state().numpy().tobytes().hex()
@@ -74,9 +85,24 @@ def save_checkpoint(engine: Any, directory: Path, progress: Progress, keep: int)
         write_drafter(drafter.state_dict(), drafter.config, writing / "drafter")
         (writing / "progress.json").write_text(json.dumps(asdict(progress)))
         _finish(writing, final)
-        _prune(directory, keep)
+        _prune(directory, keep, progress.best_update)
     dist.barrier()
     return final
+
+
+def checkpoint_path(directory: Path, update: int) -> Path:
+    return directory / f"step-{update:06d}"
+
+
+def replace_progress(directory: Path, progress: Progress, keep: int) -> None:
+    """Write into the checkpoint of the present state what its validation found, and prune again (one rank only)."""
+    checkpoint = checkpoint_path(directory, progress.update)
+    temporary = checkpoint / ".progress.json.writing"
+    temporary.write_text(json.dumps(asdict(progress)))
+    _synchronise(temporary)
+    os.replace(temporary, checkpoint / "progress.json")
+    _synchronise(checkpoint)
+    _prune(directory, keep, progress.best_update)
 
 
 def load_checkpoint(engine: Any, checkpoint: Path) -> None:
@@ -115,10 +141,19 @@ def newest_checkpoint(directory: Path, warn: bool = False) -> Path | None:
     return whole
 
 
+def best_checkpoint(directory: Path) -> Path | None:
+    """The whole checkpoint with the largest validation acceptance as the newest one knows it, if it is there."""
+    newest = newest_checkpoint(directory)
+    best = Progress.read(newest).best_update if newest else None
+    found = checkpoint_path(directory, best) if best is not None else None
+    return found if found is not None and is_whole(found) else None
+
+
 def is_whole(checkpoint: Path) -> bool:
-    """Whether every file that the manifest lists is there in its size."""
+    """Whether every file that the manifest lists is there in its size, and progress.json can be read."""
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
+        json.loads((checkpoint / "progress.json").read_text())
         return bool(manifest) and all((checkpoint / name).stat().st_size == size for name, size in manifest.items())
     except (OSError, ValueError, AttributeError):
         return False
@@ -131,7 +166,7 @@ def _by_age(directory: Path) -> list[Path]:
 
 
 def _finish(writing: Path, final: Path) -> None:
-    files = sorted(path for path in writing.rglob("*") if path.is_file())
+    files = sorted(path for path in writing.rglob("*") if path.is_file() and path.name != "progress.json")
     manifest = {str(path.relative_to(writing)): path.stat().st_size for path in files}
     (writing / "manifest.json").write_text(json.dumps(manifest, indent=1))
     for path in [*writing.rglob("*"), writing]:  # directories too: their entries are what the rename relies on
@@ -149,9 +184,11 @@ def _synchronise(path: Path) -> None:
         os.close(handle)
 
 
-def _prune(directory: Path, keep: int) -> None:
-    """Remove all but the `keep` newest whole checkpoints; what is not whole goes only when it is older than those."""
+def _prune(directory: Path, keep: int, best_update: int | None) -> None:
+    """Remove all but the best and the `keep` newest whole checkpoints; what is not whole goes only when it is older."""
     checkpoints = _by_age(directory)
     kept = [checkpoint for checkpoint in checkpoints if is_whole(checkpoint)][-keep:]
+    best = checkpoint_path(directory, best_update) if best_update is not None else None
     for checkpoint in checkpoints[: checkpoints.index(kept[0])]:
-        shutil.rmtree(checkpoint)
+        if checkpoint != best:
+            shutil.rmtree(checkpoint)

@@ -141,14 +141,18 @@ class Job:
 
     def walk(self, progress: Progress) -> Iterator[Update]:
         """All updates from `progress` on, each followed by the validation pass that is due after it."""
-        done, position = progress.update, self.position(progress)
+        return self._walk(progress.update, self.position(progress), progress.validated)
+
+    def _walk(self, done: int, position: Position, validated: int) -> Iterator[Update]:
+        if validated < done and self.validates_after(done, position):  # a pass that was cut short
+            yield from self.validation_pass(done)
         while not self.ends_at(done, position):
             plan = self.plan(position)
             while position.epoch == plan.epoch and not self.ends_at(done, position):
                 update = Update(done + 1, plan, position.update)
                 yield update
                 done, position = update.number, plan.position_after(update.index)
-                if self._validates_after(done, position):
+                if self.validates_after(done, position):
                     yield from self.validation_pass(done)
 
     def position(self, progress: Progress) -> Position:
@@ -169,7 +173,8 @@ class Job:
         for index in range(plan.num_updates):
             yield Update(done, plan, index, validates=True)
 
-    def _validates_after(self, done: int, position: Position) -> bool:
+    def validates_after(self, done: int, position: Position) -> bool:
+        """Whether a validation pass is due when `done` updates are done."""
         every = self.settings.training.evaluate_every
         if not every or self.validation is None:
             return False

@@ -201,9 +201,10 @@ class Terminal:
 
     def log(self, figures: dict[str, Any]) -> None:
         if "validation/loss" in figures:
+            is_best = figures.get("validation/best_update") == figures["update"]
             self._say(
                 f"validation after update {figures['update']}  loss {figures['validation/loss']:.4f}"
-                f"  acceptance {figures['validation/acceptance_length']:.3f}"
+                f"  acceptance {figures['validation/acceptance_length']:.3f}{' (best)' if is_best else ''}"
             )
             return
         update, total = figures["update"], figures["updates_total"]

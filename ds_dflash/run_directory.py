@@ -14,7 +14,7 @@ from ds_dflash.errors import UserError
 
 
 class RunDirectory:
-    """output_dir/run_name: config.json, plan.json, metrics.jsonl, checkpoints/, drafter/, wandb/."""
+    """output_dir/run_name: config.json, plan.json, metrics.jsonl, checkpoints/, drafter/, result.json, wandb/."""
 
     def __init__(self, settings: Settings) -> None:
         self.path = settings.output_dir / settings.run_name
@@ -48,13 +48,23 @@ class RunDirectory:
 
     def finished_update(self) -> int | None:
         """The last update of a run that is finished under the present settings, else None."""
-        newest = newest_checkpoint(self.checkpoints)
+        newest, result = newest_checkpoint(self.checkpoints), self._result()
         if newest is None or not (self.drafter / "model.safetensors").is_file():
             return None
         progress, training = Progress.read(newest), self._settings.training
         by_epochs = progress.position["epoch"] >= training.num_epochs
         by_updates = training.max_updates is not None and progress.update >= training.max_updates
-        return progress.update if by_epochs or by_updates else None
+        return progress.update if result.get("updates") == progress.update and (by_epochs or by_updates) else None
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """result.json: how many updates the run had, and which of them `drafter/` is of."""
+        self._write("result.json", result)
+
+    def _result(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / "result.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
 
     def open(self, fresh: bool, plan: dict[str, Any]) -> None:
         """Make the directory and write what is known from the start (one rank only); `fresh` moves an old run aside."""
@@ -68,9 +78,12 @@ class RunDirectory:
         for stale in self.checkpoints.glob(".*.writing"):
             shutil.rmtree(stale)
         for name, content in (("config.json", self._settings.to_dict()), ("plan.json", plan)):
-            temporary = self.path / f".{name}.writing"
-            temporary.write_text(json.dumps(content, indent=2) + "\n")
-            os.replace(temporary, self.path / name)
+            self._write(name, content)
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        temporary = self.path / f".{name}.writing"
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, self.path / name)
 
     def _lock(self) -> None:
         """Held until this process ends; raises UserError if another job has the run."""

@@ -177,7 +177,7 @@ def run_drafter(job: Job, topology: Topology, stopper: Stopper, trainer: Trainer
                 trainer.validate(update, source.receive)
             else:
                 trainer.train(update, source.receive)
-                trainer.save_if_due()
+            trainer.save_if_due()
         source.finish()
     except StopRequestedError:
         stopped = True

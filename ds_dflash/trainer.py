@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ds_dflash.anchors import Blocks
 from ds_dflash.channel import Delivery
-from ds_dflash.checkpoint import Progress, load_checkpoint, save_checkpoint
+from ds_dflash.checkpoint import Progress, best_checkpoint, load_checkpoint, replace_progress, save_checkpoint
 from ds_dflash.drafter import DFlashDraftModel
 from ds_dflash.engine import DrafterEngine
 from ds_dflash.errors import UserError
@@ -51,7 +51,7 @@ class Trainer:
         self._step = make_step(job, self._engine.dtype, topology.device)
         self.progress = progress
         self._curve = ProgressCurve.from_json(progress.curve)
-        self._last_saved = progress.update if checkpoint is not None else -1
+        self._last_saved = (progress.update, progress.validated) if checkpoint is not None else None
         self._pace = Pace()
         self._validation: MetricSums | None = None
         self._sinks = self._open_sinks() if topology.drafter == 0 else []
@@ -173,10 +173,13 @@ class Trainer:
             finished = False
         self._agree(finished)
         if update.is_last:
-            figures = {f"validation/{name}": value for name, value in self._validation.figures().items()}
+            figures = self._validation.figures()
             self._validation = None
+            self.progress.note_validation(figures["acceptance_length"])
+            if self.progress.best_update is not None:
+                figures["best_update"] = self.progress.best_update
             for sink in self._sinks:
-                sink.log({"update": update.number, **figures})
+                sink.log({"update": update.number, **{f"validation/{name}": value for name, value in figures.items()}})
             self._pace.start()
 
     # ------------------------------------------------------------------------------- before, between and after
@@ -203,24 +206,46 @@ class Trainer:
         self._pace.start()
 
     def save_if_due(self) -> None:
-        every = self._job.settings.training.save_every
-        if every and self.progress.update % every == 0:
+        """After an update, or after the last step of the validation pass that follows it: that may find it the best."""
+        progress, every = self.progress, self._job.settings.training.save_every
+        if progress.validated < progress.update and self._job.validates_after(
+            progress.update, self._job.position(progress)
+        ):
+            return
+        if progress.best_update == progress.update or (every and progress.update % every == 0):
             self.save()
 
     def save(self) -> None:
         """A checkpoint of the present state, unless there is one."""
-        if self.progress.update == self._last_saved or not self.progress.update:
+        progress, keep = self.progress, self._job.settings.training.keep_checkpoints
+        state = (progress.update, progress.validated)
+        if not progress.update or state == self._last_saved:
             return
-        keep = self._job.settings.training.keep_checkpoints
-        save_checkpoint(self._engine.engine, self._directory.checkpoints, self.progress, keep)
-        self._last_saved = self.progress.update
+        if self._last_saved is None or self._last_saved[0] != progress.update:
+            save_checkpoint(self._engine.engine, self._directory.checkpoints, progress, keep)
+        elif self._topology.drafter == 0:
+            replace_progress(self._directory.checkpoints, progress, keep)
+        self._last_saved = state
 
     def write_result(self) -> None:
-        """The drafter in the serving format, in the run's directory."""
-        if self._topology.drafter == 0:
-            drafter = self._engine.drafter
+        """The run's drafter in the serving format: the best by validation acceptance, without validation the last."""
+        if self._topology.drafter != 0:
+            return
+        progress, drafter = self.progress, self._engine.drafter
+        result: dict[str, Any] = {"updates": progress.update, "drafter_of_update": progress.update}
+        best = best_checkpoint(self._directory.checkpoints)
+        if best is None:
             write_drafter(drafter.state_dict(), drafter.config, self._directory.drafter)
-            print(f"{self.progress.update} updates done, drafter in {self._directory.drafter}", flush=True)
+            which = "of the last update"
+        else:
+            config, weights = read_drafter(best / "drafter")
+            write_drafter(weights, config, self._directory.drafter)
+            result["drafter_of_update"] = progress.best_update
+            result["validation_acceptance_length"] = progress.best_acceptance_length
+            which = f"of update {progress.best_update}, the best with validation acceptance"
+            which += f" {progress.best_acceptance_length:.3f}"
+        self._directory.write_result(result)
+        print(f"{progress.update} updates done, drafter in {self._directory.drafter} ({which})", flush=True)
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent; the newest whole one is found and old ones go."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,15 @@ from drafters import make_drafter
 from world import world_of_one
 
 from ds_dflash import checkpoint as checkpoint_module
-from ds_dflash.checkpoint import Progress, is_whole, load_checkpoint, newest_checkpoint, save_checkpoint
+from ds_dflash.checkpoint import (
+    Progress,
+    best_checkpoint,
+    is_whole,
+    load_checkpoint,
+    newest_checkpoint,
+    replace_progress,
+    save_checkpoint,
+)
 from ds_dflash.errors import UserError
 from ds_dflash.export import read_drafter
 
@@ -62,9 +71,10 @@ def test_a_checkpoint_lists_every_file_with_its_size(tmp_path):
     assert checkpoint == tmp_path / "step-000007"
     assert names(tmp_path) == ["step-000007"]
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"]
-    assert manifest == {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
-    assert {"progress.json", "drafter/config.json", "drafter/model.safetensors"} < set(manifest)
+    written = {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()}
+    assert manifest.keys() == written.keys() - {"manifest.json", "progress.json"}
+    assert manifest == {name: written[name].stat().st_size for name in manifest}
+    assert {"drafter/config.json", "drafter/model.safetensors"} < set(manifest)
     assert is_whole(checkpoint)
 
 
@@ -135,10 +145,20 @@ def cut(file):
         lambda checkpoint: (checkpoint / "manifest.json").unlink(),
         lambda checkpoint: (checkpoint / "manifest.json").write_text(""),
         lambda checkpoint: (checkpoint / "progress.json").unlink(),
+        lambda checkpoint: cut(checkpoint / "progress.json"),
         lambda checkpoint: shutil.rmtree(checkpoint / "engine"),
         lambda checkpoint: [path.unlink() for path in (checkpoint / "engine").iterdir()],
     ],
-    ids=["shorter", "manifest_shorter", "no_manifest", "manifest_empty", "file_missing", "no_engine", "engine_empty"],
+    ids=[
+        "shorter",
+        "manifest_shorter",
+        "no_manifest",
+        "manifest_empty",
+        "no_progress",
+        "progress_cut",
+        "no_engine",
+        "engine_empty",
+    ],
 )
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
     former, newest = save(tmp_path, 1), save(tmp_path, 2)
@@ -168,3 +188,44 @@ def test_saving_over_a_damaged_checkpoint_makes_it_whole(tmp_path):
     cut(save(tmp_path, 2) / "progress.json")
     assert not is_whole(tmp_path / "step-000002")
     assert save(tmp_path, 2) == newest_checkpoint(tmp_path)
+
+
+def validated(update, acceptance_length, former=None):
+    progress = former or Progress()
+    progress.update, progress.position = update, {"epoch": 1}
+    progress.note_validation(acceptance_length)
+    return progress
+
+
+def test_the_best_validated_checkpoint_is_kept_besides_the_newest(tmp_path):
+    progress = None
+    for update, acceptance_length in enumerate([1.2, 1.5, 1.1, 1.5, math.nan, 1.4], start=1):
+        progress = validated(update, acceptance_length, progress)
+        save_checkpoint(Engine(), tmp_path, progress, keep=1)
+    assert names(tmp_path) == ["step-000002", "step-000006"]
+    assert best_checkpoint(tmp_path) == tmp_path / "step-000002"
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-000006"
+    save_checkpoint(Engine(), tmp_path, validated(7, 1.6, progress), keep=1)
+    assert names(tmp_path) == ["step-000007"]
+
+
+def test_without_validation_or_without_its_checkpoint_there_is_no_best(tmp_path):
+    assert best_checkpoint(tmp_path) is None
+    save(tmp_path, 1)
+    assert best_checkpoint(tmp_path) is None
+    save_checkpoint(Engine(), tmp_path, validated(2, 1.2), keep=3)
+    save_checkpoint(Engine(), tmp_path, validated(3, 1.1, Progress.read(tmp_path / "step-000002")), keep=3)
+    assert best_checkpoint(tmp_path) == tmp_path / "step-000002"
+    cut(tmp_path / "step-000002" / "manifest.json")
+    assert best_checkpoint(tmp_path) is None
+
+
+def test_what_validation_finds_of_a_saved_state_joins_its_checkpoint(tmp_path):
+    """A run that was stopped in its validation pass has saved already when the pass is made up for."""
+    save(tmp_path, 1)
+    checkpoint, progress = save(tmp_path, 2), Progress(update=2, position={"epoch": 1})
+    progress.note_validation(1.3)
+    replace_progress(tmp_path, progress, keep=1)
+    assert is_whole(checkpoint)
+    assert names(tmp_path) == ["step-000002"]
+    assert Progress.read(checkpoint).best_acceptance_length == 1.3

@@ -112,6 +112,19 @@ def test_validation_follows_every_due_update_with_the_same_batches(open_job):
     assert all(sorted(seen) == list(range(len(job.validation))) for seen in passes.values())
 
 
+def test_a_validation_pass_that_was_cut_short_is_made_up_for_at_the_start(open_job):
+    job = open_job(data={"validation_fraction": 0.25}, training={"evaluate_every": 2})
+    whole = list(job.walk(Progress()))
+    second = next(update for update in whole if update.number == 2)
+    progress = after(second)
+    rest = list(job.walk(progress))
+    assert [(update.number, update.validates) for update in rest] == [
+        (update.number, update.validates) for update in whole if update.number > 2 or update.validates
+    ]
+    progress.note_validation(1.2)
+    assert [update.number for update in job.walk(progress)] == [update.number for update in whole if update.number > 2]
+
+
 def test_a_plan_is_made_once_an_epoch_for_both_walks_of_a_rank(open_job, monkeypatch):
     job = open_job()
     made = []
