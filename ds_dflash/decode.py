@@ -1,26 +1,26 @@
-"""Speculative decoding with target and drafter, and the target's own greedy decoding to compare with.
+"""Speculative decoding with target and drafter, and the target's own decoding to compare with; prompts in batches.
 
-Greedy: prefill the target; its argmax is the first token. Then again and again: the drafter proposes the B - 1 tokens
-after the last committed one in one forward; the target forwards that block; the leading proposals that equal the
-target's argmax are accepted and the target's own next token is committed after them; the caches go back to what is
-committed, and the features of the newly committed tokens join the drafter's context. The acceptance length of a step is
-1 + accepted.
+Prefill the target; it gives the first token. Then again and again, for all rows at once: the drafter proposes the B - 1
+tokens after the last committed one in one forward; the target forwards that block; of the proposals the leading ones
+that `sampling` accepts are committed, and one token of the target's after them; the caches go back to what is committed
+(`caches`), and the features of the newly committed tokens join the drafter's context. The acceptance length of a step
+is 1 + accepted. Rows advance by different numbers of tokens, and leave the batch when they end.
 
-A cache that cannot be cropped (recurrent state of linear attention) is snapshot before the block and the accepted
-tokens are replayed.
+A row's tokens are those that it would get alone, up to rounding: no row sees another one or its padding.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ds_dflash.attention import BlockLayout
+from ds_dflash.caches import TargetRows, join
 from ds_dflash.drafter import DFlashDraftModel, LayerContext
+from ds_dflash.sampling import Chooser, Greedy
 from ds_dflash.target import TapRecorder, decoder_layers
 
 
@@ -37,6 +37,14 @@ class Generation:
     tie_margins: np.ndarray
 
 
+@dataclass
+class DraftContext:
+    """The drafter's cache of one row: keys and values of its committed tokens only, never of block slots."""
+
+    layers: list[LayerContext] = field(default_factory=list)
+    length: int = 0
+
+
 class Drafter:
     """A drafter with the target's embedding and head, as serving engines run it."""
 
@@ -46,109 +54,202 @@ class Drafter:
         self.head: Tensor = target.get_output_embeddings().weight  # type: ignore[assignment]
         self.block_size = model.config.block_size
         self.mask_token_id = model.config.dflash_config["mask_token_id"]
+        self.layer_ids: list[int] = model.config.dflash_config["target_layer_ids"]
 
-    def logits(self, anchor_token: Tensor, position: int, context: Sequence[LayerContext]) -> Tensor:
-        """Logits [B - 1, V] of the tokens after `anchor_token` (int64 scalar) at `position`.
+    def extend(self, contexts: Sequence[DraftContext], features: Sequence[Tensor]) -> None:
+        """Add the features [tokens, taps * H] of each row's newly committed tokens to its context."""
+        counts = [len(tokens) for tokens in features]
+        positions = [
+            torch.arange(context.length, context.length + count, device=self.embedding.device)
+            for context, count in zip(contexts, counts, strict=True)
+        ]
+        packed = self.model.context(torch.cat(list(features)).to(self.model.fc.weight.dtype), torch.cat(positions))
+        by_layer = [(keys.split(counts), values.split(counts)) for keys, values in packed]
+        for row, context in enumerate(contexts):
+            new = [(keys[row], values[row]) for keys, values in by_layer]
+            old = context.layers
+            context.layers = [_concatenated(pair) for pair in zip(old, new, strict=True)] if old else new
+            context.length += counts[row]
 
-        context: that of the `position` tokens before it.
+    def logits(self, anchor_tokens: Tensor, contexts: Sequence[DraftContext]) -> Tensor:
+        """Logits [rows, B - 1, V] of the tokens after each row's `anchor_tokens` (int64 [rows]).
+
+        contexts: those of the tokens before the anchors.
         """
-        block = torch.full((1, self.block_size), self.mask_token_id, device=anchor_token.device)
-        block[0, 0] = anchor_token
-        anchors = torch.tensor([position], device=anchor_token.device)
-        layout = BlockLayout((0, position), (0, 1), anchors, self.block_size)
+        lengths = torch.tensor([context.length for context in contexts])
+        offsets = [0, *lengths.cumsum(0).tolist()]
+        layout = BlockLayout(
+            tuple(offsets),
+            tuple(range(len(contexts) + 1)),
+            lengths.to(anchor_tokens.device),
+            self.block_size,
+        )
+        layers = [_concatenated(layer) for layer in zip(*(context.layers for context in contexts), strict=True)]
+        block = torch.full((len(contexts), self.block_size), self.mask_token_id, device=anchor_tokens.device)
+        block[:, 0] = anchor_tokens
         embeddings = self.embedding[block].to(self.model.norm.weight.dtype)
-        hidden = self.model.draft(embeddings, context, layout)
-        return hidden[0, 1:].to(self.head.dtype) @ self.head.T
+        hidden = self.model.draft(embeddings, layers, layout)
+        return hidden[:, 1:].to(self.head.dtype) @ self.head.T
+
+
+def _concatenated(parts: Sequence[LayerContext]) -> LayerContext:
+    return torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
 
 
 @dataclass
-class _Context:
-    """The drafter's cache: keys and values of the committed context tokens only, never of block slots."""
+class _Row:
+    """A prompt that is being decoded."""
 
-    model: DFlashDraftModel
-    layers: list[LayerContext] = field(default_factory=list)
-    length: int = 0
+    prompt: Tensor
+    chooser: Chooser
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    new: list[int] = field(default_factory=list)
+    context: DraftContext = field(default_factory=DraftContext)
+    acceptance_lengths: list[int] = field(default_factory=list)
+    tie_margins: list[float] = field(default_factory=list)
 
-    def append(self, features: Tensor) -> None:
-        """Add the features [tokens, taps * H] of newly committed tokens."""
-        positions = torch.arange(self.length, self.length + len(features), device=features.device)
-        new = self.model.context(features.to(self.model.fc.weight.dtype), positions)
-        self.length += len(features)
-        if not self.layers:
-            self.layers = new
-            return
-        self.layers = [
-            (torch.cat([keys, new_keys]), torch.cat([values, new_values]))
-            for (keys, values), (new_keys, new_values) in zip(self.layers, new, strict=True)
-        ]
+    @property
+    def is_done(self) -> bool:
+        return len(self.new) >= self.max_new_tokens or not self.stop_ids.isdisjoint(self.new)
+
+    def generation(self) -> Generation:
+        """With what was committed, up to the limit and with the first token that stops."""
+        stops = [index for index, token in enumerate(self.new) if token in self.stop_ids]
+        end = min([self.max_new_tokens, *(index + 1 for index in stops)])
+        new = torch.tensor(self.new[:end], dtype=torch.int64, device=self.prompt.device)
+        return Generation(
+            torch.cat([self.prompt, new]), np.array(self.acceptance_lengths, np.int64), np.array(self.tie_margins)
+        )
+
+
+def _make_rows(
+    prompts: Sequence[Tensor],
+    choosers: Sequence[Chooser] | None,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+) -> list[_Row]:
+    choosers = choosers or [Greedy() for _ in prompts]
+    stops = frozenset(stop_ids)
+    return [_Row(prompt, chooser, max_new_tokens, stops) for prompt, chooser in zip(prompts, choosers, strict=True)]
+
+
+_Batch = tuple[list[_Row], TargetRows]
+"""The rows that are being decoded, and what the target has seen of them, in the same order."""
+
+
+def _start(prefilled: Sequence[tuple[_Row, TargetRows]]) -> _Batch | None:
+    """The batch of those rows that their first token did not end."""
+    running = [(row, seen) for row, seen in prefilled if not row.is_done]
+    return ([row for row, _ in running], join([seen for _, seen in running])) if running else None
 
 
 class SpeculativeDecoder:
-    """Greedy speculative decoding, one prompt at a time."""
+    """Decodes prompts with target and drafter."""
 
     def __init__(self, target: PreTrainedModel, drafter: Drafter) -> None:
         self.target = target
         self.drafter = drafter
-        self.taps = TapRecorder(decoder_layers(target), drafter.model.config.dflash_config["target_layer_ids"])
+        self.taps = TapRecorder(decoder_layers(target), drafter.layer_ids)
+
+    def generate(self, prompt: Tensor, *, max_new_tokens: int, stop_ids: Sequence[int]) -> Generation:
+        """Continue `prompt` (int64 [length]) greedily until a token of `stop_ids` or `max_new_tokens`."""
+        return self.generate_batch([prompt], max_new_tokens=max_new_tokens, stop_ids=stop_ids)[0]
 
     @torch.no_grad()
-    def generate(self, prompt: Tensor, *, max_new_tokens: int, stop_ids: Sequence[int]) -> Generation:
-        """Continue `prompt` (int64 [length]) until a token of `stop_ids` or `max_new_tokens`."""
-        cache = DynamicCache(config=self.target.config.get_text_config())
-        context = _Context(self.drafter.model)
-        logits, features = self._forward(prompt, cache)
-        if cache.is_croppable:  # known after the first forward; layers with a window then keep what a crop brings back
-            cache.activate_past_recording()
-        context.append(features)
-        ids = torch.cat([prompt, logits[-1:].argmax(-1)])
-        acceptance_lengths: list[int] = []
-        limit = len(prompt) + max_new_tokens
-        while len(ids) < limit and not _has_stopped(ids[len(prompt) :], stop_ids):
-            committed, features = self._step(ids, cache, context)
-            context.append(features)
-            ids = torch.cat([ids, committed])
-            acceptance_lengths.append(len(committed))
-        output = _cut(ids[:limit], len(prompt), stop_ids)
-        return Generation(output, np.array(acceptance_lengths, np.int64), np.zeros(0))
+    def generate_batch(
+        self,
+        prompts: Sequence[Tensor],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        choosers: Sequence[Chooser] | None = None,
+    ) -> list[Generation]:
+        """Continue every prompt (int64 [length]) until a token of `stop_ids` or `max_new_tokens`.
 
-    def _step(self, ids: Tensor, cache: DynamicCache, context: _Context) -> tuple[Tensor, Tensor]:
-        """Newly committed tokens [1 + accepted], and the features of the block's committed slots (the same number)."""
-        proposal = self.drafter.logits(ids[-1], len(ids) - 1, context.layers).argmax(-1)
-        block = torch.cat([ids[-1:], proposal])
-        snapshot = None if cache.is_croppable else copy.deepcopy(cache)
-        logits, features = self._forward(block, cache)
-        chosen = logits.argmax(-1)
-        accepted = int((chosen[:-1] == proposal).cumprod(0).sum())
-        self._keep(cache, snapshot, block, 1 + accepted)
-        return chosen[: 1 + accepted], features[: 1 + accepted]
+        choosers: how each prompt's tokens are chosen; None: greedily. Raises UserError for several prompts where the
+        target's cache cannot hold them.
+        """
+        rows = _make_rows(prompts, choosers, max_new_tokens, stop_ids)
+        batch = _start([(row, self._prefill(row)) for row in rows])
+        while batch:
+            batch = self._step(*batch)
+        return [row.generation() for row in rows]
 
-    def _keep(self, cache: DynamicCache, snapshot: DynamicCache | None, block: Tensor, kept: int) -> None:
-        """Put the cache back to `kept` tokens of the block."""
-        if snapshot is None:
-            cache.crop(kept - len(block))
-        elif kept < len(block):
-            cache.layers = snapshot.layers
-            self._forward(block[:kept], cache)
+    def _prefill(self, row: _Row) -> TargetRows:
+        seen = TargetRows.empty(self.target)
+        logits, features = self._forward(seen, row.prompt[None], logits_to_keep=1)
+        self.drafter.extend([row.context], list(features))
+        row.new.append(row.chooser.first(logits[0, -1]))
+        return seen
 
-    def _forward(self, ids: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor]:
-        """Logits [tokens, V] and features [tokens, taps * H] of `ids` after what is cached."""
+    def _step(self, rows: list[_Row], seen: TargetRows) -> _Batch | None:
+        """One block of every row."""
+        anchors = torch.tensor([row.new[-1] for row in rows], device=self.target.device)
+        draft_logits = self.drafter.logits(anchors, [row.context for row in rows])
+        proposals = torch.stack([row.chooser.propose(slots) for row, slots in zip(rows, draft_logits, strict=True)])
+        block = torch.cat([anchors[:, None], proposals], dim=1)
+        before = seen.snapshot()
+        logits, features = self._forward(seen, block)
+        for index, row in enumerate(rows):
+            committed = row.chooser.commit(proposals[index], draft_logits[index], logits[index])
+            row.acceptance_lengths.append(len(committed))
+            row.new += committed
+        kept = sorted((row.acceptance_lengths[-1], index) for index, row in enumerate(rows) if not row.is_done)
+        if not kept:
+            return None
+        going = [rows[index] for _, index in kept]
+        self.drafter.extend([row.context for row in going], [features[index, :count] for count, index in kept])
+        return going, seen.keep(before, block, kept)
+
+    def _forward(self, seen: TargetRows, ids: Tensor, **options: int) -> tuple[Tensor, Tensor]:
+        """Logits [rows, tokens, V] and features [rows, tokens, taps * H] of `ids` after what the target has seen."""
         with self.taps as recorded:
-            logits = self.target(input_ids=ids[None], cache=cache, use_cache=True).logits[0]
-            return logits, torch.cat([tap[0] for tap in recorded.hidden()], dim=-1)
+            logits = seen.forward(ids, **options)
+            return logits, torch.cat(recorded.hidden(), dim=-1)
+
+
+def greedy(target: PreTrainedModel, prompt: Tensor, *, max_new_tokens: int, stop_ids: Sequence[int]) -> Generation:
+    """The target's own greedy continuation of `prompt` (int64 [length]), one token a forward."""
+    return plain(target, [prompt], max_new_tokens=max_new_tokens, stop_ids=stop_ids)[0]
 
 
 @torch.no_grad()
-def greedy(target: PreTrainedModel, prompt: Tensor, *, max_new_tokens: int, stop_ids: Sequence[int]) -> Generation:
-    """The target's own greedy continuation of `prompt` (int64 [length]), one token a forward."""
-    cache = DynamicCache(config=target.config.get_text_config())
-    ids, step, margins = prompt, prompt, []
-    while len(ids) < len(prompt) + max_new_tokens and not _has_stopped(ids[len(prompt) :], stop_ids):
-        logits = target(input_ids=step[None], cache=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        top, second = logits.double().topk(2).values.tolist()
-        margins.append((top - second) / abs(top))
-        step = logits.argmax(-1, keepdim=True)
-        ids = torch.cat([ids, step])
-    return Generation(ids, np.zeros(0, np.int64), np.array(margins))
+def plain(
+    target: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    choosers: Sequence[Chooser] | None = None,
+) -> list[Generation]:
+    """The target's own continuation of every prompt, one token a forward; arguments as of `generate_batch`."""
+    rows = _make_rows(prompts, choosers, max_new_tokens, stop_ids)
+    batch = _start([(row, _plain_prefill(target, row)) for row in rows])
+    while batch:
+        batch = _plain_step(*batch)
+    return [row.generation() for row in rows]
+
+
+def _plain_prefill(target: PreTrainedModel, row: _Row) -> TargetRows:
+    seen = TargetRows.empty(target)
+    _append(row, seen.forward(row.prompt[None], logits_to_keep=1)[0, -1])
+    return seen
+
+
+def _plain_step(rows: list[_Row], seen: TargetRows) -> _Batch | None:
+    tokens = torch.tensor([[row.new[-1]] for row in rows], device=seen.target.device)
+    for row, logits in zip(rows, seen.forward(tokens)[:, -1], strict=True):
+        _append(row, logits)
+    kept = [(1, index) for index, row in enumerate(rows) if not row.is_done]
+    return ([rows[index] for _, index in kept], seen.keep(None, tokens, kept)) if kept else None
+
+
+def _append(row: _Row, logits: Tensor) -> None:
+    """The row's next token by `logits` [V]."""
+    top, second = logits.topk(2).values.double().tolist()
+    row.tie_margins.append((top - second) / abs(top) if top else 0.0)
+    row.new.append(row.chooser.first(logits))
 
 
 TIE_MARGINS = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -163,13 +264,3 @@ def compare(output: Generation, reference: Generation, prompt_length: int, dtype
     if not len(differs):
         return "equal" if len(new) == len(expected) else "different"
     return "tie" if reference.tie_margins[int(differs[0])] <= TIE_MARGINS[dtype] else "different"
-
-
-def _has_stopped(new: Tensor, stop_ids: Sequence[int]) -> bool:
-    return any(bool((new == stop).any()) for stop in stop_ids)
-
-
-def _cut(ids: Tensor, prompt_length: int, stop_ids: Sequence[int]) -> Tensor:
-    """`ids` up to and with the first new token that stops."""
-    stops = [int(found[0]) for stop in stop_ids if len(found := (ids[prompt_length:] == stop).nonzero()[:, 0])]
-    return ids[: prompt_length + min(stops) + 1] if stops else ids

@@ -1,6 +1,6 @@
 """Speculative decoding gives the target's own greedy output, and accepts what a plain loop accepts."""
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import torch
 from drafters import drafter_config, make_drafter, sliding
 
 from ds_dflash.attention import BlockLayout
-from ds_dflash.decode import Drafter, Generation, SpeculativeDecoder, compare, greedy
+from ds_dflash.decode import DraftContext, Drafter, Generation, SpeculativeDecoder, compare, greedy
 
 TAPS = [1, 3]
 MODELS = {
@@ -17,7 +17,8 @@ MODELS = {
     "llama_tied": small_targets.llama_tied,
     "moe": small_targets.moe,
     "hybrid": small_targets.hybrid,  # its linear attention cannot be cropped: snapshot and replay
-    "windows": lambda: small_targets.qwen3(
+    "windows": partial(
+        small_targets.qwen3,
         use_sliding_window=True,
         sliding_window=7,
         layer_types=["sliding_attention", "full_attention"] * 3,
@@ -26,22 +27,38 @@ MODELS = {
 EVERY_MODEL = pytest.mark.parametrize("kind", MODELS)
 
 
-class Echo(torch.nn.Module):
-    """Stands in for a drafter: proposes the target's own continuation, wrong in some slots of its choice."""
+class Echo:
+    """Stands in for a drafter: proposes the target's own continuations, wrong in some slots of its choice.
 
-    def __init__(self, target, continuation, wrong):
-        super().__init__()
-        self.continuation, self.wrong, self.step = continuation, wrong, 0
-        self.model = make_drafter(drafter_for(target))
-        self.block_size = 4
+    continuations: what each prompt of a batch becomes; wrong: for each, the wrong slots of one step after another.
+    """
 
-    def logits(self, anchor_token, position, context):
-        assert self.continuation[position] == anchor_token
-        proposal = self.continuation[position + 1 : position + 4].clone()
-        for slot in self.wrong[self.step % len(self.wrong)]:
+    def __init__(self, continuations, wrong):
+        self.continuations, self.wrong = continuations, wrong
+        self.layer_ids, self.block_size = TAPS, 4
+        self.steps = [0] * len(wrong)
+        self.features = []  # of each prompt, part after part
+
+    def extend(self, contexts, features):
+        for context, part in zip(contexts, features, strict=True):
+            if not context.length:  # prompts are prefilled in their order
+                context.row = len(self.features)
+                self.features.append([])
+            self.features[context.row].append(part)
+            context.length += len(part)
+
+    def logits(self, anchor_tokens, contexts):
+        proposals = [self._propose(token, context) for token, context in zip(anchor_tokens, contexts, strict=True)]
+        return torch.nn.functional.one_hot(torch.stack(proposals), small_targets.VOCABULARY).float()
+
+    def _propose(self, anchor_token, context):
+        row, position = context.row, context.length
+        assert self.continuations[row][position] == anchor_token
+        proposal = self.continuations[row][position + 1 : position + 4].clone()
+        for slot in self.wrong[row][self.steps[row] % len(self.wrong[row])]:
             proposal[slot] = (proposal[slot] + 1) % small_targets.VOCABULARY
-        self.step += 1
-        return torch.nn.functional.one_hot(proposal, small_targets.VOCABULARY).float()
+        self.steps[row] += 1
+        return proposal
 
 
 def drafter_for(target, **fields):
@@ -94,7 +111,7 @@ def test_what_is_accepted_is_the_run_of_right_proposals_and_the_output_stays_the
     target, prompt = target_of(kind), prompt_of()
     continuation = own_output(kind)
     wrong = [[0], [1], [], [2], [0, 2], [], [], [1, 2], [0]]
-    decoder = SpeculativeDecoder(target, Echo(target, continuation, wrong))
+    decoder = SpeculativeDecoder(target, Echo([continuation], [wrong]))
     generation = decoder.generate(prompt, max_new_tokens=24, stop_ids=())
     assert torch.equal(generation.output_ids, continuation[: len(prompt) + 24])
     lengths = [1 + min(slots, default=3) for slots in wrong]
@@ -147,9 +164,8 @@ def test_decoding_ends_with_the_first_stop_id(kind):
     stop = int(continuation[len(prompt) + 7])
     first = int((continuation[len(prompt) :] == stop).nonzero()[0])
     expected = continuation[: len(prompt) + first + 1]
-    decoder = SpeculativeDecoder(target, Echo(target, continuation, [[], [1]]))
     for stop_ids in ((stop,), (stop, small_targets.VOCABULARY + 5)):
-        decoder.drafter.step = 0
+        decoder = SpeculativeDecoder(target, Echo([continuation], [[[], [1]]]))
         generation = decoder.generate(prompt, max_new_tokens=25, stop_ids=stop_ids)
         assert torch.equal(generation.output_ids, expected)
         assert torch.equal(greedy(target, prompt, max_new_tokens=25, stop_ids=stop_ids).output_ids, expected)
@@ -194,9 +210,10 @@ def test_a_training_blocks_logits_equal_those_of_decoding_at_that_position(field
     layout = BlockLayout((0, 20), (0, len(anchors)), torch.tensor(anchors), 4)
     trained = model(features, drafter.embedding[blocks], layout)[:, 1:] @ drafter.head.T
     for block, anchor in enumerate(anchors):
-        context = model.context(features[:anchor], torch.arange(anchor))
-        served = drafter.logits(ids[anchor], anchor, context)
-        torch.testing.assert_close(served, trained[block], rtol=1e-5, atol=1e-5)
+        context = DraftContext()
+        drafter.extend([context], [features[:anchor]])
+        served = drafter.logits(ids[anchor][None], [context])
+        torch.testing.assert_close(served[0], trained[block], rtol=1e-5, atol=1e-5)
 
 
 def generation(ids, margins=None):
