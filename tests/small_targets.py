@@ -1,4 +1,4 @@
-"""Random targets of several architectures, as models and as checkpoints: small, with 5 or 6 layers and 60 ids."""
+"""Random targets of several architectures, as models and as checkpoints: small, with 6 layers and 60 ids."""
 
 from pathlib import Path
 
@@ -9,6 +9,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -30,6 +32,7 @@ DENSE = {
     "tie_word_embeddings": False,
 }
 HYBRID = DENSE | {
+    "rms_norm_eps": 1e-3,  # norms inside linear attention blow up the rounding of the small numbers that are there
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
     "linear_conv_kernel_dim": 3,
     "linear_key_head_dim": 8,
@@ -44,6 +47,7 @@ HYBRID = DENSE | {
         "partial_rotary_factor": 0.5,
     },
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -58,13 +62,20 @@ def qwen3(**fields) -> PreTrainedModel:
     return _finish(Qwen3ForCausalLM(Qwen3Config(**(DENSE | fields))))
 
 
+def qwen3_tied(**fields) -> PreTrainedModel:
+    return qwen3(**({"tie_word_embeddings": True} | fields))
+
+
+def llama(**fields) -> PreTrainedModel:
+    return _finish(LlamaForCausalLM(LlamaConfig(**(DENSE | fields))))
+
+
 def llama_tied(**fields) -> PreTrainedModel:
-    return _finish(LlamaForCausalLM(LlamaConfig(**(DENSE | {"tie_word_embeddings": True} | fields))))
+    return llama(**({"tie_word_embeddings": True} | fields))
 
 
 def moe(**fields) -> PreTrainedModel:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
-    return _finish(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(DENSE | experts | fields))))
+    return _finish(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(DENSE | EXPERTS | {"norm_topk_prob": True} | fields))))
 
 
 def hybrid(**fields) -> PreTrainedModel:
@@ -73,8 +84,19 @@ def hybrid(**fields) -> PreTrainedModel:
     return _finish(Qwen3_5ForConditionalGeneration(config))
 
 
+def hybrid_moe(**fields) -> PreTrainedModel:
+    """As `hybrid`, with experts."""
+    text = HYBRID | EXPERTS | {"shared_expert_intermediate_size": 8} | fields
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=VISION, tie_word_embeddings=False)
+    return _finish(Qwen3_5MoeForConditionalGeneration(config))
+
+
 def _finish(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
+
+
+KINDS = {make.__name__: make for make in (llama, llama_tied, qwen3, qwen3_tied, moe, hybrid, hybrid_moe)}
+"""Every kind of target that is supported, by its name."""
 
 
 def build(make, seed: int = 0, **fields) -> PreTrainedModel:

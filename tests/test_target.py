@@ -1,4 +1,6 @@
-"""The frozen target: what is loaded of a checkpoint, what is captured, and what is said of a broken one."""
+"""The frozen target: taps, mask token, number format, and what is said of a broken checkpoint. Every kind of target is
+captured from in test_target_kinds.py.
+"""
 
 import json
 import os
@@ -16,11 +18,10 @@ from transformers import AutoConfig
 from ds_dflash import target as target_module
 from ds_dflash.config import TargetSettings
 from ds_dflash.errors import UserError
-from ds_dflash.target import RESERVED_MASK_IDS, Target, TargetCheckpoint, default_layer_ids, load_whole, open_target
+from ds_dflash.target import RESERVED_MASK_IDS, Target, TargetCheckpoint, default_layer_ids, open_target
 
 CPU = torch.device("cpu")
 TARGETS = Path(__file__).parent / "targets"
-MODELS = pytest.mark.parametrize("kind", ["qwen3", "llama_tied", "moe", "hybrid"])
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +51,6 @@ def random_rows(*lengths, seed=0):
     return [rng.integers(0, small_targets.VOCABULARY, length) for length in lengths]
 
 
-@MODELS
-@pytest.mark.parametrize("layer_ids", [[1, 4], [0, 2, 3]])
-def test_features_are_the_hidden_states_after_the_tapped_layers(saved, kind, layer_ids):
-    model, directory = saved(kind)
-    rows = random_rows(11)
-    expected = model(input_ids=torch.from_numpy(rows[0])[None], output_hidden_states=True).hidden_states
-    features = load(directory, layer_ids).capture(rows)
-    torch.testing.assert_close(features, torch.cat([expected[layer + 1][0] for layer in layer_ids], -1))
-
-
 def test_the_last_layer_is_tapped_before_the_final_norm(saved):
     model, directory = saved("qwen3")
     rows = random_rows(11)
@@ -69,70 +60,10 @@ def test_the_last_layer_is_tapped_before_the_final_norm(saved):
     assert not torch.allclose(features, expected[0])
 
 
-@MODELS
-def test_rows_of_a_padded_batch_have_the_features_they_have_alone(saved, kind):
-    target, rows = load(saved(kind)[1], [1, 4]), random_rows(3, 17, 1, 9)
-    together = target.capture(rows)
-    assert together.shape == (30, 32)
-    alone = torch.cat([target.capture([row]) for row in rows])
-    assert (together - alone).abs().max() <= 1e-5 * alone.abs().max()
-
-
-@MODELS
-def test_a_second_capture_equals_the_first(saved, kind):
-    target, rows = load(saved(kind)[1], [1, 4]), random_rows(3, 17, 9)
-    first = target.capture(rows)
-    target.capture(random_rows(20, 20, seed=1))
-    assert torch.equal(target.capture(rows), first)
-
-
 def test_no_rows_give_no_features_of_the_right_width(saved):
     features = load(saved("qwen3")[1], [1, 4], dtype="bfloat16").capture([])
     assert features.shape == (0, 32)
     assert features.dtype == torch.bfloat16
-
-
-@MODELS
-def test_layers_above_the_last_tap_and_the_head_are_not_loaded(saved, kind):
-    target = load(saved(kind)[1], [1, 3])
-    names = {name for name, _ in target._model.named_parameters()}
-    assert {name.split(".")[1] for name in names if name.startswith("layers.")} == {"0", "1", "2", "3"}
-    assert not any("head" in name or "visual" in name for name in names)
-    assert not any(parameter.requires_grad for parameter in target._model.parameters())
-
-
-@MODELS
-def test_embedding_and_head_are_the_models_own(saved, kind):
-    model, directory = saved(kind)
-    embedding, head = open_target(settings_of(directory)).embedding_and_head(torch.float32, CPU)
-    assert torch.equal(embedding, model.get_input_embeddings().weight)
-    assert torch.equal(head, model.get_output_embeddings().weight)
-    assert (head is embedding) == (kind == "llama_tied")
-    rounded = open_target(settings_of(directory)).embedding_and_head(torch.bfloat16, CPU)[1]
-    assert torch.equal(rounded, head.bfloat16())
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama_tied", "hybrid"])
-def test_a_checkpoint_in_many_shards_is_the_same_target(saved, tmp_path, kind):
-    model, whole = saved(kind)
-    sharded = small_targets.write(model, tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list(sharded.glob("*.safetensors"))) > 2
-    rows = random_rows(5, 8)
-    assert torch.equal(load(sharded, [1, 4]).capture(rows), load(whole, [1, 4]).capture(rows))
-    for found, expected in zip(
-        open_target(settings_of(sharded)).embedding_and_head(torch.float32, CPU),
-        (model.get_input_embeddings().weight, model.get_output_embeddings().weight),
-        strict=True,
-    ):
-        assert torch.equal(found, expected)
-
-
-@MODELS
-def test_the_whole_language_model_gives_the_logits_of_the_saved_one(saved, kind):
-    model, directory = saved(kind)
-    settings, ids = settings_of(directory), torch.from_numpy(random_rows(9)[0])[None]
-    loaded = load_whole(open_target(settings), settings, CPU)
-    torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
