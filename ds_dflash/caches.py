@@ -3,9 +3,10 @@
 Rows are right-aligned: the last token of every row is in the last column, and what a shorter row lacks in front is
 masked. So columns next to each other are tokens next to each other, and windows that count columns are right. Recurrent
 state has no columns, and padding would leak into it: a forward only takes as many tokens of every row, none of them
-padding. Prompts are therefore prefilled one by one and joined; rows that keep different numbers of tokens of a block
-are parted by that number and joined again. A part whose layers are all key-value caches is cropped; recurrent state
-cannot be: the kept tokens are computed again from the state before the block, one forward for each number of tokens.
+padding. Prompts are therefore prefilled apart where their lengths differ, and joined; rows that keep different numbers
+of tokens of a block are parted by that number and joined again. A part whose layers are all key-value caches is
+cropped; recurrent state cannot be: the kept tokens are computed again from the state before the block, one forward for
+each number of tokens.
 
 Layers with a sliding window keep all their keys here (the mask hides what is outside of the window), for a cropped
 window would lack its oldest tokens. A step copies the cache about twice; a batch of one that is cropped copies nothing
@@ -47,11 +48,11 @@ class TargetRows:
         self.lengths = list(lengths)
 
     @classmethod
-    def empty(cls, target: PreTrainedModel) -> "TargetRows":
-        """One row without a token."""
+    def empty(cls, target: PreTrainedModel, rows: int = 1) -> "TargetRows":
+        """Rows without a token."""
         cache = DynamicCache(config=target.config.get_text_config())
         cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
-        return cls(target, cache, [0])
+        return cls(target, cache, [0] * rows)
 
     @property
     def croppable(self) -> bool:
@@ -136,7 +137,7 @@ def _select(layer: Any, rows: Tensor, width: int) -> Any:
         if isinstance(value, dict):
             setattr(selected, name, dict(value))
     selected.reorder_cache(rows)
-    if isinstance(selected, DynamicLayer) and selected.get_seq_length() > width:
+    if isinstance(layer, DynamicLayer) and layer.get_seq_length() > width:
         selected.keys, selected.values = selected.keys[..., -width:, :], selected.values[..., -width:, :]
     return selected
 

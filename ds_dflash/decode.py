@@ -138,10 +138,24 @@ _Batch = tuple[list[_Row], TargetRows]
 """The rows that are being decoded, and what the target has seen of them, in the same order."""
 
 
-def _start(prefilled: Sequence[tuple[_Row, TargetRows]]) -> _Batch | None:
-    """The batch of those rows that their first token did not end."""
-    running = [(row, seen) for row, seen in prefilled if not row.is_done]
-    return ([row for row, _ in running], join([seen for _, seen in running])) if running else None
+def _by_length(rows: list[_Row]) -> list[list[_Row]]:
+    """Rows whose prompts are equally long can be prefilled together."""
+    groups: dict[int, list[_Row]] = {}
+    for row in rows:
+        groups.setdefault(len(row.prompt), []).append(row)
+    return list(groups.values())
+
+
+def _unfinished(rows: list[_Row], seen: TargetRows) -> _Batch | None:
+    going = [index for index, row in enumerate(rows) if not row.is_done]
+    if not going:
+        return None
+    return [rows[index] for index in going], seen if len(going) == len(rows) else seen.select(going)
+
+
+def _joined(batches: Sequence[_Batch | None]) -> _Batch | None:
+    parts = [batch for batch in batches if batch]
+    return ([row for rows, _ in parts for row in rows], join([seen for _, seen in parts])) if parts else None
 
 
 class SpeculativeDecoder:
@@ -171,17 +185,19 @@ class SpeculativeDecoder:
         target's cache cannot hold them.
         """
         rows = _make_rows(prompts, choosers, max_new_tokens, stop_ids)
-        batch = _start([(row, self._prefill(row)) for row in rows])
+        batch = _joined([self._prefill(group) for group in _by_length(rows)])
         while batch:
             batch = self._step(*batch)
         return [row.generation() for row in rows]
 
-    def _prefill(self, row: _Row) -> TargetRows:
-        seen = TargetRows.empty(self.target)
-        logits, features = self._forward(seen, row.prompt[None], logits_to_keep=1)
-        self.drafter.extend([row.context], list(features))
-        row.new.append(row.chooser.first(logits[0, -1]))
-        return seen
+    def _prefill(self, rows: list[_Row]) -> _Batch | None:
+        """The first tokens of prompts of one length."""
+        seen = TargetRows.empty(self.target, len(rows))
+        logits, features = self._forward(seen, torch.stack([row.prompt for row in rows]), logits_to_keep=1)
+        self.drafter.extend([row.context for row in rows], list(features))
+        for row, row_logits in zip(rows, logits[:, -1], strict=True):
+            row.new.append(row.chooser.first(row_logits))
+        return _unfinished(rows, seen)
 
     def _step(self, rows: list[_Row], seen: TargetRows) -> _Batch | None:
         """One block of every row."""
@@ -225,24 +241,23 @@ def plain(
 ) -> list[Generation]:
     """The target's own continuation of every prompt, one token a forward; arguments as of `generate_batch`."""
     rows = _make_rows(prompts, choosers, max_new_tokens, stop_ids)
-    batch = _start([(row, _plain_prefill(target, row)) for row in rows])
+    batch = _joined([_plain_prefill(target, group) for group in _by_length(rows)])
     while batch:
-        batch = _plain_step(*batch)
+        last = torch.tensor([[row.new[-1]] for row in batch[0]], device=target.device)
+        batch = _plain_step(*batch, last)
     return [row.generation() for row in rows]
 
 
-def _plain_prefill(target: PreTrainedModel, row: _Row) -> TargetRows:
-    seen = TargetRows.empty(target)
-    _append(row, seen.forward(row.prompt[None], logits_to_keep=1)[0, -1])
-    return seen
+def _plain_prefill(target: PreTrainedModel, rows: list[_Row]) -> _Batch | None:
+    prompts = torch.stack([row.prompt for row in rows])
+    return _plain_step(rows, TargetRows.empty(target, len(rows)), prompts)
 
 
-def _plain_step(rows: list[_Row], seen: TargetRows) -> _Batch | None:
-    tokens = torch.tensor([[row.new[-1]] for row in rows], device=seen.target.device)
-    for row, logits in zip(rows, seen.forward(tokens)[:, -1], strict=True):
+def _plain_step(rows: list[_Row], seen: TargetRows, ids: Tensor) -> _Batch | None:
+    """The next token of every row by those after what the target has seen, `ids` (int64 [rows, tokens])."""
+    for row, logits in zip(rows, seen.forward(ids, logits_to_keep=1)[:, -1], strict=True):
         _append(row, logits)
-    kept = [(1, index) for index, row in enumerate(rows) if not row.is_done]
-    return ([rows[index] for _, index in kept], seen.keep(None, tokens, kept)) if kept else None
+    return _unfinished(rows, seen)
 
 
 def _append(row: _Row, logits: Tensor) -> None:

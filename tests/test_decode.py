@@ -191,7 +191,7 @@ def test_an_answer_of_one_token_needs_no_draft():
 
 
 def test_hooks_are_gone_when_decoding_is_over():
-    target, prompt = target_of("qwen3"), prompt_of()
+    target, prompt = small_targets.build(MODELS["qwen3"]), prompt_of()  # transformers leaves hooks of its own on others
     decoder = SpeculativeDecoder(target, Drafter(make_drafter(drafter_for(target)), target))
     decoder.generate(prompt, max_new_tokens=5, stop_ids=())
     assert not any(layer._forward_hooks for layer in target.model.layers)
