@@ -2,16 +2,17 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import ds_dflash.accelerator  # noqa: F401  before anything imports DeepSpeed
-from ds_dflash import data, evaluate, planner
+from ds_dflash import data, evaluate, figures, planner
 from ds_dflash.checkpoint import is_whole, newest_checkpoint
-from ds_dflash.config import Settings, load_settings
+from ds_dflash.config import Settings, TargetSettings, load_settings
 from ds_dflash.errors import UserError, describe_os_error
-from ds_dflash.export import read_drafter, write_drafter
+from ds_dflash.export import FORMATS, check_fits, inspect, read_drafter, write_drafter
 from ds_dflash.job import drafter_config, prepare_data
 from ds_dflash.target import open_target
 from ds_dflash.trainer import initial_drafter
@@ -49,9 +50,22 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     init.set_defaults(run=run_init)
 
-    export = commands.add_parser("export", help="write a run's or a checkpoint's drafter in the serving format")
-    export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="runs/run, or a checkpoint in it")
-    export.add_argument("out", type=Path, metavar="OUT", help="a new directory")
+    export = commands.add_parser("export", help="write a run's drafter in a serving format, or check a directory")
+    export.add_argument(
+        "source", type=Path, nargs="?", metavar="RUN_OR_CHECKPOINT", help="runs/run, or a checkpoint in it"
+    )
+    export.add_argument("out", type=Path, nargs="?", metavar="OUT", help="a new directory")
+    export.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="dflash: for vLLM and SGLang (default); speculators: as the package of this name",
+    )
+    export.add_argument(
+        "--check", type=Path, metavar="DIR", help="say what is wrong with a drafter that is there; nothing is written"
+    )
+    export.add_argument(
+        "--target", metavar="DIR", help="the target, or its name on the hub: whether the drafter fits it"
+    )
     export.set_defaults(run=run_export)
 
     evaluation = commands.add_parser("evaluate", help="decode prompts with target and drafter")
@@ -70,6 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's"
     )
+    evaluation.add_argument(
+        "--temperature", type=temperature, default=0.0, metavar="T", help="of sampling; 0 (default): greedy"
+    )
+    evaluation.add_argument(
+        "--seed", type=whole_number, default=0, metavar="N", help="of sampling, together with a prompt's place (0)"
+    )
+    evaluation.add_argument(
+        "--batch-size", type=positive_number, default=1, metavar="N", help="prompts decoded at once (1)"
+    )
     evaluation.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     evaluation.set_defaults(run=run_evaluate)
     return parser
@@ -84,6 +107,20 @@ def positive_number(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def whole_number(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 0")
+    return number
+
+
+def temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is neither 0 (greedy) nor a positive finite number")
     return number
 
 
@@ -112,14 +149,45 @@ def run_init(options: argparse.Namespace) -> int:
 
 
 def run_export(options: argparse.Namespace) -> int:
+    if options.check is not None:
+        return run_check(options)
+    if options.source is None or options.out is None:
+        raise UserError("export needs a run or checkpoint and a new directory to write, or --check DIR.")
+    if options.format == "speculators" and options.target is None:
+        raise UserError("The format speculators names the target that engines load: give it with --target.")
     source: Path = options.source
     checkpoint = source if (source / "manifest.json").exists() else newest_checkpoint(source / "checkpoints")
     if checkpoint is None or not is_whole(checkpoint):
         raise UserError(f"{source} is neither a run with a whole checkpoint nor a whole checkpoint.")
     _refuse_to_overwrite(options.out)
     config, weights = read_drafter(checkpoint / "drafter")
-    write_drafter(weights, config, options.out)
+    target = open_target(TargetSettings(path=options.target)) if options.target is not None else None
+    if target is not None:
+        check_fits(config, target, checkpoint / "drafter")
+    if options.format == "speculators":
+        given = Path(options.target)
+        name = str(given.resolve()) if given.is_dir() else options.target  # engines are started elsewhere
+        write_drafter(weights, config, options.out, target, name)
+    else:
+        write_drafter(weights, config, options.out)
     print(f"{checkpoint.name} written to {options.out}")
+    return 0
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Exit code 1 if the directory does not hold the contract."""
+    if options.source is not None or options.format is not None:
+        raise UserError("--check reads a directory and tells its format itself: leave OUT and --format away.")
+    target = open_target(TargetSettings(path=options.target)) if options.target is not None else None
+    inspection = inspect(options.check, target)
+    print(inspection.description)
+    for sentence in inspection.warnings:
+        print(f"warning: {sentence}")
+    for sentence in inspection.violations:
+        print(f"error: {sentence}", file=sys.stderr)
+    if inspection.violations:
+        return 1
+    print("holds the contract")
     return 0
 
 
@@ -130,10 +198,13 @@ def _refuse_to_overwrite(out: Path) -> None:
 
 def run_evaluate(options: argparse.Namespace) -> int:
     """Exit code 1 if an output differs from the target's own by more than a tie."""
-    figures = evaluate.evaluate(options.target, options.drafter, options.prompts, options.max_new_tokens, options.dtype)
-    print(json.dumps(figures) if options.json else evaluate.describe(figures))
-    if figures["different"]:
-        print(f"error: {figures['different']} outputs differ from the target's own.", file=sys.stderr)
+    decoding = evaluate.DecodingOptions(
+        options.max_new_tokens, options.temperature, options.seed, options.batch_size
+    )
+    results = evaluate.evaluate(options.target, options.drafter, options.prompts, options.dtype, decoding)
+    print(json.dumps(results) if options.json else figures.describe(results))
+    if results["different"]:
+        print(f"error: {results['different']} outputs differ from the target's own.", file=sys.stderr)
         return 1
     return 0
 

@@ -144,10 +144,10 @@ def test_every_answer_is_the_targets_own(target, tmp_path):
     [
         ({"hidden_size": 16}, r"hidden size 16 and the target .* 32"),
         (
-            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 6]}},
+            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 6]}, "num_target_layers": 8},
             r"taps layer 6 and the target .* 6 layers",
         ),
-        ({"dflash_config": {"mask_token_id": 320, "target_layer_ids": [1, 3]}}, r"320 is outside .* 320 rows"),
+        ({"vocab_size": 400}, r"vocabulary of 400 and the target .* of 320"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused_with_both_numbers(target, tmp_path, fields, message):

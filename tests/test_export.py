@@ -14,7 +14,7 @@ from ds_dflash import export
 from ds_dflash.config import DrafterSettings
 from ds_dflash.drafter import DFlashDraftModel, make_config
 from ds_dflash.errors import UserError
-from ds_dflash.export import load_drafter, read_drafter, read_drafter_config, write_drafter
+from ds_dflash.export import load_drafter, read_drafter, read_drafter_config, write_drafter, writing
 from ds_dflash.target import default_layer_ids
 
 TARGETS = Path(__file__).parent / "targets"
@@ -207,12 +207,15 @@ def test_a_tensor_that_breaks_the_contract_is_named_at_writing_and_at_reading(tm
         (lambda path: (path / "config.json").unlink(), "holds no config.json"),
         (lambda path: (path / "model.safetensors").unlink(), "holds no model.safetensors"),
         (lambda path: (path / "config.json").write_text("{"), "is not JSON"),
-        (lambda path: (path / "config.json").write_text("[]"), "lacks a JSON object"),
-        (lambda path: (path / "config.json").write_text('{"hidden_size": 3}'), "lacks block_size, num_hidden_layers"),
+        (lambda path: (path / "config.json").write_text("[]"), "is not a JSON object"),
+        (
+            lambda path: (path / "config.json").write_text('{"hidden_size": 3}'),
+            "lacks intermediate_size, num_hidden_layers",
+        ),
         (lambda path: change_config(path, dflash_config={"mask_token_id": 3}), "lacks dflash_config.target_layer_ids"),
         (lambda path: change_config(path, head_dim="wide"), "head_dim"),
         (lambda path: change_config(path, layer_types=["full_attention"]), "layer_types"),
-        (lambda path: change_config(path, layer_types=["sliding_attention"] * 2), "no sliding_window"),
+        (lambda path: change_config(path, layer_types=["sliding_attention"] * 2), "sliding_window is None"),
         (lambda path: os.truncate(path / "model.safetensors", 500), "cannot be read"),
     ],
 )
@@ -235,7 +238,7 @@ def test_code_that_comes_with_a_drafter_is_never_run(tmp_path):
     assert not hasattr(drafter.config, "auto_map")
 
 
-@pytest.mark.parametrize("moment", ["save_file", "serving_config", "read_drafter"])
+@pytest.mark.parametrize("moment", ["save_file", "serving_config", "_check_written"])
 def test_a_write_that_is_cut_short_leaves_the_old_drafter(tmp_path, monkeypatch, moment):
     def stop(*_, **__):
         raise KeyboardInterrupt
@@ -243,7 +246,7 @@ def test_a_write_that_is_cut_short_leaves_the_old_drafter(tmp_path, monkeypatch,
     directory = tmp_path / "drafter"
     write(directory, seed=0)
     old = (directory / "model.safetensors").read_bytes()
-    monkeypatch.setattr(export, moment, stop)
+    monkeypatch.setattr(writing, moment, stop)
     with pytest.raises(KeyboardInterrupt):
         write(directory, seed=1)
     assert (directory / "model.safetensors").read_bytes() == old
