@@ -29,16 +29,18 @@ MASK_TOKEN_ID = 3
 
 @dataclass
 class Samples:
-    """A prepared dataset in memory, every token supervised."""
+    """A prepared dataset in memory: every token supervised unless there are masks."""
 
     ids: list[np.ndarray]
+    masks: list[np.ndarray] | None = None
 
     @property
     def lengths(self) -> np.ndarray:
         return np.array([len(ids) for ids in self.ids], np.int32)
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(self.ids[index], np.ones(len(self.ids[index]), bool)) for index in indices]
+        masks = self.masks or [np.ones(len(ids), bool) for ids in self.ids]
+        return [(self.ids[index], masks[index]) for index in indices]
 
 
 def random_rows(*lengths: int, seed: int = 0, vocabulary: int = 60) -> list[np.ndarray]:
@@ -69,6 +71,7 @@ def step_for(checkpoint: TargetCheckpoint, config: Qwen3Config, dtype=torch.floa
     return DrafterStep(embedding, head, MASK_TOKEN_ID, objective, settings)
 
 
+@torch.enable_grad()
 def learn(
     drafter: DFlashDraftModel, step: DrafterStep, data: Samples, features: Tensor, *, updates: int, rate: float = 3e-3
 ) -> None:
