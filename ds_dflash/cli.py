@@ -198,9 +198,7 @@ def _refuse_to_overwrite(out: Path) -> None:
 
 def run_evaluate(options: argparse.Namespace) -> int:
     """Exit code 1 if an output differs from the target's own by more than a tie."""
-    decoding = evaluate.DecodingOptions(
-        options.max_new_tokens, options.temperature, options.seed, options.batch_size
-    )
+    decoding = evaluate.DecodingOptions(options.max_new_tokens, options.temperature, options.seed, options.batch_size)
     results = evaluate.evaluate(options.target, options.drafter, options.prompts, options.dtype, decoding)
     print(json.dumps(results) if options.json else figures.describe(results))
     if results["different"]:
