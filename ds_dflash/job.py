@@ -233,31 +233,54 @@ def drafter_config(
     mask_token_id = target.mask_token_id(drafter.mask_token_id, tokenizer)
     config = make_config(drafter, target.text, layer_ids, mask_token_id)
     if drafter.init_from is not None:
-        _check_same_shape(config, read_drafter_config(Path(drafter.init_from)), drafter.init_from)
+        given = read_drafter_config(Path(drafter.init_from))
+        _check_same_shape(config, given, drafter.init_from)
+        config.rms_norm_eps = given.rms_norm_eps  # a part of what its weights compute, and no setting asks for another
     return config
 
 
-SHAPE_FIELDS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "block_size",
-    "layer_types",
-    "sliding_window",
-    "dflash_config",
-)
+SETTING_OF = {
+    "num_hidden_layers": "drafter.num_hidden_layers",
+    "num_attention_heads": "drafter.num_attention_heads",
+    "num_key_value_heads": "drafter.num_key_value_heads",
+    "head_dim": "drafter.head_dim",
+    "intermediate_size": "drafter.intermediate_size",
+    "block_size": "drafter.block_size",
+    "layer_types": "drafter.layer_types",
+    "sliding_window": "drafter.sliding_window",
+    "rope_theta": "drafter.rope_theta",
+    "mask_token_id": "drafter.mask_token_id",
+    "target_layer_ids": "target.layer_ids",
+}
+"""The setting for each field of a configuration that a drafter's weights were trained with."""
 
 
 def _check_same_shape(config: Qwen3Config, given: Qwen3Config, directory: str) -> None:
-    for name in SHAPE_FIELDS:
-        if getattr(config, name) != getattr(given, name):
-            raise UserError(
-                f"drafter.init_from {directory} has {name} {getattr(given, name)}, but the settings ask for"
-                f" {getattr(config, name)}: make them equal."
+    if config.hidden_size != given.hidden_size:
+        raise UserError(
+            f"drafter.init_from {directory} has hidden_size {given.hidden_size} and the target {config.hidden_size}: it"
+            " was trained for another target."
+        )
+    asked, has = _shape(config), _shape(given)
+    wrong = [name for name in SETTING_OF if asked[name] != has[name]]
+    if wrong:
+        raise UserError(
+            f"drafter.init_from {directory} has "
+            + " and ".join(
+                f"{name} {json.dumps(has[name])} where {json.dumps(asked[name])} is asked for" for name in wrong
             )
+            + ": set "
+            + " and ".join(f"{SETTING_OF[name]} to {json.dumps(has[name])}" for name in wrong)
+            + "."
+        )
+
+
+def _shape(config: Qwen3Config) -> dict[str, Any]:
+    fields = {name: getattr(config, name) for name in SETTING_OF if hasattr(config, name)}
+    slides = "sliding_attention" in (config.layer_types or [])
+    own = {name: config.dflash_config[name] for name in ("mask_token_id", "target_layer_ids")}
+    rope_theta = (config.rope_parameters or {})["rope_theta"]
+    return fields | own | {"rope_theta": rope_theta, "sliding_window": config.sliding_window if slides else None}
 
 
 def prepare_data(settings: Settings, source: str, target: TargetCheckpoint) -> PreparedDataset:
