@@ -168,6 +168,8 @@ def run_export(options: argparse.Namespace) -> int:
         given = Path(options.target)
         name = str(given.resolve()) if given.is_dir() else options.target  # engines are started elsewhere
         write_drafter(weights, config, options.out, target, name)
+        for sentence in inspect(options.out).warnings:
+            print(f"warning: {sentence}")
     else:
         write_drafter(weights, config, options.out)
     print(f"{checkpoint.name} written to {options.out}")

@@ -137,7 +137,9 @@ def has_shapes(fields: Fields) -> bool:
     """Whether the shapes of the tensors follow from settled `fields`."""
     ids = fields["dflash_config"].get("target_layer_ids")
     sizes = [name for name in (*SHAPING, *QWEN3_DEFAULTS) if _wrong_size(fields, name)]
-    return not sizes and isinstance(ids, list) and 0 < len(ids) <= SIZES["num_hidden_layers"]
+    if sizes or _size(fields, "head_dim") % 2:
+        return False
+    return isinstance(ids, list) and 0 < len(ids) <= SIZES["num_hidden_layers"]
 
 
 def _check_missing(fields: Fields, place: Place) -> list[Finding]:
