@@ -211,7 +211,9 @@ class Terminal:
         text = (
             f"epoch {figures['epoch']:.2f}  loss {figures['loss']:.4f}"
             f"  acceptance {figures['acceptance_length']:.3f}  lr {figures['learning_rate']:.2e}"
-            f"  {figures['tokens_per_second']:,.0f} tok/s"
+            f"  {figures['tokens_per_second']:,.0f} tok/s  busy/waiting s: target"
+            f" {figures['target_busy_seconds']:.2f}/{figures['target_wait_seconds']:.2f} drafter"
+            f" {figures['drafter_busy_seconds']:.2f}/{figures['drafter_wait_seconds']:.2f}"
         )
         if self._bar is not None:
             self._bar.total = total

@@ -28,6 +28,11 @@ class RunDirectory:
     def drafter(self) -> Path:
         return self.path / "drafter"
 
+    @property
+    def profile(self) -> Path | None:
+        """Where the profile goes, if the settings ask for one."""
+        return self.path / "profile" if self._settings.training.profile else None
+
     def check(self) -> None:
         """Raise UserError if the directory belongs to other settings, or is not a run's."""
         if not self.path.exists():

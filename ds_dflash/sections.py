@@ -246,6 +246,7 @@ class TrainingSettings(Section):
     )
     keep_checkpoints: PositiveInt = Field(default=2, description="newest checkpoints that are kept")
     evaluate_every: NonNegativeInt = Field(default=0, description="updates from one validation to the next; 0: never")
+    profile: bool = Field(default=False, description="whether each rank writes where its time goes, a table and a trace")
 
     @model_validator(mode="before")
     @classmethod

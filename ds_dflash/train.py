@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,12 +28,14 @@ from ds_dflash.channel import Bridge, Delivery, Parcel, Receiver, Sender
 from ds_dflash.checkpoint import Progress, newest_checkpoint
 from ds_dflash.config import Settings, load_settings
 from ds_dflash.errors import UserError, describe_os_error
-from ds_dflash.job import Job, Update
+from ds_dflash.job import Job
+from ds_dflash.phases import Phases, Profiler
+from ds_dflash.read_ahead import ReadAhead
 from ds_dflash.run_directory import RunDirectory
 from ds_dflash.stopping import Stopper, StopRequestedError, leave
 from ds_dflash.target import Target, weights_dtype
 from ds_dflash.topology import Roles, Topology, launcher_ranks
-from ds_dflash.trainer import Trainer
+from ds_dflash.trainer import MicroBatch, Trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +123,7 @@ def run_role(job: Job, topology: Topology, stopper: Stopper, directory: RunDirec
         check_same_data(progress, job, directory)
     progress.fingerprint = job.fingerprint
     if topology.role == "target":
-        run_target(job, topology, stopper, progress)
+        run_target(job, topology, stopper, directory, progress)
     else:
         run_drafter(job, topology, stopper, Trainer(job, topology, stopper, directory, progress, checkpoint))
 
@@ -147,40 +150,75 @@ def end_badly(error: Exception, rank: int, stopper: Stopper) -> NoReturn:
     leave(1)
 
 
-def run_target(job: Job, topology: Topology, stopper: Stopper, progress: Progress) -> None:
+def run_target(job: Job, topology: Topology, stopper: Stopper, directory: RunDirectory, progress: Progress) -> None:
     """Forward this rank's micro-batches of the plan and send their features."""
     target = load_target(job, topology)
     if not progress.update:
         target.capture(job.ids(job.heaviest()))  # rehearsal: running out of memory shows at once
     depth, timeout = job.settings.topology.channel_depth, topology.timeout.total_seconds()
     sender = Sender(make_bridge(topology), depth, stopper, timeout)
+    phases = Phases(job.settings.training.profile)
+    profiler = Profiler(directory.profile, f"target-{topology.plan_rank}", phases)
+    reader = ReadAhead(micro_batches(job, topology, progress))
+    try:
+        while (work := phases.next("read", reader)) is not None:
+            stopper.raise_if_requested()
+            with phases("forward"):
+                features = target.capture(work.ids)
+            if work.ids:
+                with phases("send"):
+                    sender.send(features, topology.roles.drafter_rank(work.number % topology.roles.drafters))
+            if work.ends_update:
+                profiler.update_done()
+        sender.finish()
+    finally:
+        reader.close()
+    profiler.close()
+
+
+@dataclass(frozen=True)
+class TargetWork:
+    """A micro-batch of a target rank: its number in its update, the ids of its samples, and whether it is the last."""
+
+    number: int
+    ids: list[np.ndarray]
+    ends_update: bool
+
+
+def micro_batches(job: Job, topology: Topology, progress: Progress) -> Iterator[TargetWork]:
+    """All micro-batches of a target rank, also the empty ones: under ZeRO-3 every rank makes every forward."""
+    targets = topology.roles.targets
     for update in job.walk(progress):
+        last = targets * (job.sampler.rounds - 1)
         for number, samples in update.micro_batches():
-            if number % topology.roles.targets == topology.plan_rank:
-                stopper.raise_if_requested()
-                features = target.capture(job.ids(samples, update))
-                if len(samples):
-                    sender.send(features, topology.roles.drafter_rank(number % topology.roles.drafters))
-    sender.finish()
+            if number % targets == topology.plan_rank:
+                yield TargetWork(number, job.ids(samples, update), number >= last)
 
 
 def run_drafter(job: Job, topology: Topology, stopper: Stopper, trainer: Trainer) -> None:
     """Train on this rank's micro-batches of the plan, whose features are received or captured."""
-    source = OwnTarget(job, topology) if topology.role == "both" else SentFeatures(job, topology, stopper, trainer)
+    source = (
+        OwnTarget(job, topology, trainer.phases)
+        if topology.role == "both"
+        else SentFeatures(job, topology, stopper, trainer)
+    )
     if not trainer.progress.update:
         trainer.rehearse()
     trainer.start()
+    reader = ReadAhead(trainer.work(job.walk(trainer.progress)))
     stopped = False
     try:
-        for update in job.walk(trainer.progress):
-            if update.validates:
-                trainer.validate(update, source.receive)
+        while (work := trainer.phases.next("read", reader)) is not None:
+            if work.update.validates:
+                trainer.validate(work, source.receive)
             else:
-                trainer.train(update, source.receive)
+                trainer.train(work, source.receive)
             trainer.save_if_due()
         source.finish()
     except StopRequestedError:
         stopped = True
+    finally:
+        reader.close()
     trainer.save()
     if not stopped:
         trainer.write_result()
@@ -192,6 +230,7 @@ class SentFeatures:
     """Features that target ranks send over the bridge, in the order of the plan."""
 
     def __init__(self, job: Job, topology: Topology, stopper: Stopper, trainer: Trainer) -> None:
+        self._phases = trainer.phases
         self._receiver = Receiver(
             make_bridge(topology),
             parcels(job, topology, trainer.progress),
@@ -202,8 +241,9 @@ class SentFeatures:
             topology.timeout.total_seconds(),
         )
 
-    def receive(self, samples: np.ndarray, update: Update) -> Delivery:
-        return self._receiver.receive()
+    def receive(self, batch: MicroBatch) -> Delivery:
+        with self._phases("receive"):
+            return self._receiver.receive()
 
     def finish(self) -> None:
         self._receiver.finish()
@@ -212,13 +252,14 @@ class SentFeatures:
 class OwnTarget:
     """Features of a colocated rank's own target, which takes part in every micro-batch, also an empty one."""
 
-    def __init__(self, job: Job, topology: Topology) -> None:
-        self._job = job
+    def __init__(self, job: Job, topology: Topology, phases: Phases) -> None:
+        self._phases = phases
         self._target = load_target(job, topology)
 
-    def receive(self, samples: np.ndarray, update: Update) -> Delivery:
+    def receive(self, batch: MicroBatch) -> Delivery:
         started = time.monotonic()
-        features = self._target.capture(self._job.ids(samples, update))
+        with self._phases("target forward"):
+            features = self._target.capture(batch.ids)
         return Delivery(features, 0.0, time.monotonic() - started)
 
     def finish(self) -> None:

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,33 @@ from ds_dflash.export import read_drafter, write_drafter
 from ds_dflash.job import Job, Update
 from ds_dflash.loss import Objective, resolve_gamma
 from ds_dflash.metrics import DeepSpeedMonitor, JsonLines, MetricSums, Pace, Sink, Terminal, WandbRun
+from ds_dflash.phases import Phases, Profiler
 from ds_dflash.run_directory import RunDirectory
 from ds_dflash.schedule import ProgressCurve, multiplier
 from ds_dflash.step import DrafterStep
 from ds_dflash.stopping import Stopper, StopRequestedError
 from ds_dflash.topology import Topology
 
-Receive = Callable[[np.ndarray, Update], Delivery]
-"""The features of the next micro-batch of this rank: its sample ids and update go in."""
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What a drafter rank knows of a micro-batch before its features come; `ids` only where its own target asks."""
+
+    samples: np.ndarray
+    blocks: Blocks
+    ids: list[np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """An update, or a step of a validation pass, with this rank's micro-batches."""
+
+    update: Update
+    micro_batches: list[MicroBatch]
+
+
+Receive = Callable[[MicroBatch], Delivery]
+"""The features of the next micro-batch of this rank."""
 
 
 class Trainer:
@@ -53,53 +73,64 @@ class Trainer:
         self._curve = ProgressCurve.from_json(progress.curve)
         self._last_saved = (progress.update, progress.validated) if checkpoint is not None else None
         self._pace = Pace()
+        self.phases = Phases(job.settings.training.profile)
+        self._profiler = Profiler(directory.profile, f"drafter-{topology.drafter}", self.phases)
         self._validation: MetricSums | None = None
         self._sinks = self._open_sinks() if topology.drafter == 0 else []
 
     # ------------------------------------------------------------------------------------------- an update
 
-    def train(self, update: Update, receive: Receive) -> None:
+    def work(self, walk: Iterator[Update]) -> Iterator[Work]:
+        """Rows, anchors and labels of this rank's micro-batches; empty ones only where its own target has a part."""
+        drafters, has_target = self._topology.roles.drafters, self._topology.role == "both"
+        for update in walk:
+            mine = [
+                samples for number, samples in update.micro_batches() if number % drafters == self._topology.drafter
+            ]
+            mine = [samples for samples in mine if len(samples) or has_target]
+            yield Work(update, [self._micro_batch(samples, update, has_target) for samples in mine])
+
+    def _micro_batch(self, samples: np.ndarray, update: Update, has_target: bool) -> MicroBatch:
+        epoch = 0 if update.validates else update.epoch
+        blocks = self._step.blocks(self._job.data_of(update), samples, epoch)
+        return MicroBatch(samples, blocks, self._job.ids(samples, update) if has_target else [])
+
+    def train(self, work: Work, receive: Receive) -> None:
         """One optimizer update. Raises StopRequestedError on all drafter ranks alike, with nothing changed."""
-        mine = self._mine(update)
-        blocks = [self._blocks(samples, update) for samples in mine]
-        own_weight = sum(self._step.objective.weight(part.supervised, part.block_offsets) for part in blocks)
+        objective = self._step.objective
+        parts = [batch.blocks for batch in work.micro_batches]
+        own_weight = sum(objective.weight(part.supervised, part.block_offsets) for part in parts)
         weight, stops = self._sum_over_ranks(own_weight, float(self._stopper.requested))
         if stops:
             raise StopRequestedError
-        sums = MetricSums(self._step.objective.block_size, self._topology.device)
+        sums = MetricSums(objective.block_size, self._topology.device)
         waits = np.zeros(3)  # seconds: this rank for features, the targets for credit, the targets at work
         finished = True
         try:
-            for samples, part in zip(mine, blocks, strict=True):
+            for batch in work.micro_batches:
                 started = time.monotonic()
-                delivery = receive(samples, update)
+                delivery = receive(batch)
                 arrived = time.monotonic()
                 waits += arrived - started, delivery.target_waited, delivery.target_worked
-                self._learn(delivery.features, part, weight, sums)
+                self._learn(delivery.features, batch, weight, sums)
         except StopRequestedError:
             finished = False
         self._agree(finished)
-        self._finish(update, weight, sums, waits)
+        self._finish(work.update, weight, sums, waits)
+        self._profiler.update_done()
 
     def _agree(self, finished: bool) -> None:
         """Raise StopRequestedError on all drafter ranks if one of them could not finish."""
         if self._sum_over_ranks(float(not finished))[0]:
             raise StopRequestedError
 
-    def _mine(self, update: Update) -> list[np.ndarray]:
-        """This rank's micro-batches; empty ones only where its own target has to take part in them."""
-        drafters = self._topology.roles.drafters
-        mine = [samples for number, samples in update.micro_batches() if number % drafters == self._topology.drafter]
-        return [samples for samples in mine if len(samples) or self._topology.role == "both"]
-
-    def _blocks(self, samples: np.ndarray, update: Update) -> Blocks:
-        epoch = 0 if update.validates else update.epoch
-        return self._step.blocks(self._job.data_of(update), samples, epoch)
-
-    def _learn(self, features: torch.Tensor, blocks: Blocks, weight: float, sums: MetricSums) -> None:
-        for part, result in self._step.results(self._engine, features, blocks):
-            self._engine.backward(result.loss_sum, weight)
-            sums.add(part.block_lengths, result)
+    def _learn(self, features: torch.Tensor, batch: MicroBatch, weight: float, sums: MetricSums) -> None:
+        slices = self._step.results(self._engine, features, batch.blocks)
+        while (made := self.phases.next("forward", slices)) is not None:
+            part, result = made
+            with self.phases("backward"):
+                self._engine.backward(result.loss_sum, weight)
+                sums.add(part.block_lengths, result)
 
     def _finish(self, update: Update, weight: float, sums: MetricSums, waits: np.ndarray) -> None:
         training = self._job.settings.training
@@ -108,7 +139,8 @@ class Trainer:
         rate = self._engine.base_learning_rate * multiplier(
             self._curve.at(update.number), training.schedule, training.warmup_ratio, training.min_lr_ratio
         )
-        grad_norm = self._engine.step(rate)
+        with self.phases("step"):
+            grad_norm = self._engine.step(rate)
         self.progress.update = update.number
         self.progress.position = position.to_dict()
         self.progress.curve = self._curve.to_json()
@@ -120,12 +152,13 @@ class Trainer:
             "loss_weight": weight,
             "learning_rate": rate,
             "grad_norm": grad_norm,
-            **self._work(update, waits),
+            **self._work_figures(update, waits),
         }
-        for sink in self._sinks:
-            sink.log(figures)
+        with self.phases("log"):
+            for sink in self._sinks:
+                sink.log(figures)
 
-    def _work(self, update: Update, waits: np.ndarray) -> dict[str, Any]:
+    def _work_figures(self, update: Update, waits: np.ndarray) -> dict[str, Any]:
         """How much was done and how fast. Waiting times are means over the ranks of a role."""
         lengths = self._job.dataset.lengths
         batches = [lengths[samples] for _, samples in update.micro_batches() if len(samples)]
@@ -146,6 +179,7 @@ class Trainer:
             "target_wait_seconds": target_wait / roles.targets,
             "target_busy_seconds": target_busy / roles.targets,
             "drafter_wait_seconds": drafter_wait / roles.drafters,
+            "drafter_busy_seconds": seconds - drafter_wait / roles.drafters,
         }
 
     def _sum_over_ranks(self, *numbers: float) -> list[float]:
@@ -158,20 +192,20 @@ class Trainer:
     # ------------------------------------------------------------------------------------------- validation
 
     @torch.no_grad()
-    def validate(self, update: Update, receive: Receive) -> None:
+    def validate(self, work: Work, receive: Receive) -> None:
         """One step of a validation pass; its figures are logged after the last one. Raises as `train` does."""
         if self._validation is None:
             self._validation = MetricSums(self._step.objective.block_size, self._topology.device)
         finished = True
         try:
-            for samples in self._mine(update):
-                features = receive(samples, update).features
-                blocks = self._blocks(samples, update)
-                for part, result in self._step.results(self._engine.drafter, features, blocks):
+            for batch in work.micro_batches:
+                features = receive(batch).features
+                for part, result in self._step.results(self._engine.drafter, features, batch.blocks):
                     self._validation.add(part.block_lengths, result)
         except StopRequestedError:
             finished = False
         self._agree(finished)
+        update = work.update
         if update.is_last:
             figures = self._validation.figures()
             self._validation = None
@@ -248,6 +282,7 @@ class Trainer:
         print(f"{progress.update} updates done, drafter in {self._directory.drafter} ({which})", flush=True)
 
     def close(self) -> None:
+        self._profiler.close()
         for sink in self._sinks:
             sink.close()
 

@@ -126,13 +126,16 @@ def test_a_finished_run_says_so_and_fresh_starts_over(config, tmp_path):
 def test_a_run_learns_and_validates_without_disturbing_the_losses(config, tmp_path):
     held_out = ["--set", "data.validation_fraction=0.2"]
     distributed.run(1, config, *held_out, "--set", "run_name=plain")
-    distributed.run(2, config, *held_out, "--set", "training.evaluate_every=2")
+    distributed.run(2, config, *held_out, "--set", "training.evaluate_every=2", "--set", "training.profile=true")
     run = tmp_path / "runs" / "run"
     validations = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     validations = [line for line in validations if "validation/loss" in line]
     assert validations[-1]["update"] == distributed.metrics(run)[-1]["update"]
     assert validations[-1]["validation/loss"] < validations[0]["validation/loss"]
     assert losses(run) == pytest.approx(losses(tmp_path / "runs" / "plain"), rel=1e-4)
+    phases = {name: (run / "profile" / f"{name}-0.txt").read_text() for name in ("target", "drafter")}
+    assert all(phase in phases["target"] for phase in ("read", "forward", "send"))
+    assert all(phase in phases["drafter"] for phase in ("read", "receive", "forward", "backward", "step", "log"))
 
 
 def test_the_best_drafter_by_validation_is_kept_and_is_the_result_also_after_a_stop(config, tmp_path):
