@@ -52,7 +52,11 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="write a run's drafter in a serving format, or check a directory")
     export.add_argument(
-        "source", type=Path, nargs="?", metavar="RUN_OR_CHECKPOINT", help="runs/run, or a checkpoint in it"
+        "source",
+        type=Path,
+        nargs="?",
+        metavar="RUN_OR_CHECKPOINT",
+        help="runs/run, a checkpoint in it, or any drafter's directory",
     )
     export.add_argument("out", type=Path, nargs="?", metavar="OUT", help="a new directory")
     export.add_argument(
@@ -155,15 +159,12 @@ def run_export(options: argparse.Namespace) -> int:
         raise UserError("export needs a run or checkpoint and a new directory to write, or --check DIR.")
     if options.format == "speculators" and options.target is None:
         raise UserError("The format speculators names the target that engines load: give it with --target.")
-    source: Path = options.source
-    checkpoint = source if (source / "manifest.json").exists() else newest_checkpoint(source / "checkpoints")
-    if checkpoint is None or not is_whole(checkpoint):
-        raise UserError(f"{source} is neither a run with a whole checkpoint nor a whole checkpoint.")
+    source = _drafter_of(options.source)
     _refuse_to_overwrite(options.out)
-    config, weights = read_drafter(checkpoint / "drafter")
+    config, weights = read_drafter(source)
     target = open_target(TargetSettings(path=options.target)) if options.target is not None else None
     if target is not None:
-        check_fits(config, target, checkpoint / "drafter")
+        check_fits(config, target, source)
     if options.format == "speculators":
         given = Path(options.target)
         name = str(given.resolve()) if given.is_dir() else options.target  # engines are started elsewhere
@@ -172,8 +173,18 @@ def run_export(options: argparse.Namespace) -> int:
             print(f"warning: {sentence}")
     else:
         write_drafter(weights, config, options.out)
-    print(f"{checkpoint.name} written to {options.out}")
+    print(f"{source.parent.name if source.name == 'drafter' else source.name} written to {options.out}")
     return 0
+
+
+def _drafter_of(source: Path) -> Path:
+    """The drafter of a run (its newest checkpoint's) or of a checkpoint, or `source` if it is a drafter itself."""
+    if any((source / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json")):
+        return source
+    checkpoint = source if (source / "manifest.json").exists() else newest_checkpoint(source / "checkpoints")
+    if checkpoint is None or not is_whole(checkpoint):
+        raise UserError(f"{source} is neither a run with a whole checkpoint nor a whole checkpoint, nor a drafter.")
+    return checkpoint / "drafter"
 
 
 def run_check(options: argparse.Namespace) -> int:
