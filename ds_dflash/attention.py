@@ -198,18 +198,17 @@ class _SplitAttention(torch.autograd.Function):
             log_sum_exp[:, blocks] = (highest + total.log())[..., 0]
             scores /= total
             output[:, blocks] = _weighted(scores.to(query.dtype), values[:, group.keys], own_values[:, blocks])
-        ctx.save_for_backward(grouped_query, context_key, context_value, block_key, block_value, output, log_sum_exp)
+        ctx.save_for_backward(grouped_query, context_key, context_value, block_key, block_value, log_sum_exp)
         ctx.layout, ctx.window, ctx.heads = layout, window, heads
         return _from_kv_head(output, layout.block_size)
 
     @staticmethod
     def backward(ctx, grad_output):
-        query, context_key, context_value, block_key, block_value, output, log_sum_exp = ctx.saved_tensors
+        query, context_key, context_value, block_key, block_value, log_sum_exp = ctx.saved_tensors
         layout, window = ctx.layout, ctx.window
         keys, values = context_key.transpose(0, 1), context_value.transpose(0, 1)
         own_keys, own_values = block_key.permute(2, 0, 1, 3), block_value.permute(2, 0, 1, 3)
         grad_output = _by_kv_head(grad_output.contiguous(), keys.shape[0])
-        inner = (grad_output.float() * output.float()).sum(-1, keepdim=True)
         grad_query = torch.empty_like(query)
         grad_keys = torch.zeros(keys.shape, device=keys.device)  # fp32: many groups add to one key
         grad_values = torch.zeros(values.shape, device=values.device)
@@ -223,7 +222,10 @@ class _SplitAttention(torch.autograd.Function):
             probabilities = _group_scores(group_query, keys[:, context], own_keys[:, blocks], layout, group, window)
             probabilities.sub_(log_sum_exp[:, blocks, :, None]).exp_()
             grad_scores = _pair_scores(group_grad, values[:, context], own_values[:, blocks]).float()
-            grad_scores.sub_(inner[:, blocks]).mul_(probabilities).mul_(scale)
+            inner = torch.linalg.vecdot(grad_scores, probabilities)[
+                ..., None
+            ]  # of grad_output and output: none is kept
+            grad_scores.sub_(inner).mul_(probabilities).mul_(scale)
             probabilities, grad_scores = probabilities.to(query.dtype), grad_scores.to(query.dtype)
             grad_query[:, blocks] = _weighted(grad_scores, keys[:, context], own_keys[:, blocks])
             grad_keys[:, context] += _flat(grad_scores[..., :seen]).mT @ _flat(group_query)

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
 
 from ds_dflash.attention import BlockLayout, block_attention
 from ds_dflash.config import DrafterSettings
 from ds_dflash.errors import UserError
+from ds_dflash.pieces import MLP, RMSNorm
 
 LayerContext = tuple[Tensor, Tensor]
 """Keys (normed and rotated) and values of the context in one layer, each [tokens, kv_heads, head_dim]."""
@@ -36,8 +38,8 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def keys_values(self, states: Tensor, rotary: tuple[Tensor, Tensor]) -> LayerContext:
         """Keys and values [..., kv_heads, head_dim] of context or block states [..., H]."""
@@ -67,9 +69,9 @@ class DraftLayer(nn.Module):
     def __init__(self, config: Qwen3Config, layer_index: int) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config, layer_index)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, states: Tensor, *attention_inputs: Any) -> Tensor:
         states = states + self.self_attn(self.input_layernorm(states), *attention_inputs)
@@ -81,18 +83,20 @@ class DFlashDraftModel(nn.Module):
 
     config: a Qwen3Config with `block_size` and `dflash_config` {mask_token_id, target_layer_ids} (`make_config`).
     attention: the form of `block_attention`; None: "flex" on CUDA, else "split".
+    checkpoints_layers: whether each layer is computed again in the backward, so that only its input is kept.
     """
 
-    def __init__(self, config: Qwen3Config, attention: str | None = None) -> None:
+    def __init__(self, config: Qwen3Config, attention: str | None = None, checkpoints_layers: bool = False) -> None:
         super().__init__()
         self.config = config
         self.attention = attention
+        self.checkpoints_layers = checkpoints_layers
         taps = len(config.dflash_config["target_layer_ids"])
         self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         layers = [DraftLayer(config, index) for index in range(config.num_hidden_layers)]
         self.layers: Sequence[DraftLayer] = nn.ModuleList(layers)  # type: ignore[assignment]
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def initialize(self, seed: int) -> None:
         """Draw all matrices from a normal distribution of `initializer_range`, the same on every machine."""
@@ -117,7 +121,9 @@ class DFlashDraftModel(nn.Module):
         implementation = self.attention or ("flex" if block_embeddings.is_cuda else "split")
         states = block_embeddings
         for layer, layer_context in zip(self.layers, context, strict=True):
-            states = layer(states, rotary, layer_context, layout, implementation)
+            inputs = (states, rotary, layer_context, layout, implementation)
+            keeps_little = self.checkpoints_layers and torch.is_grad_enabled()
+            states = checkpoint(layer, *inputs, use_reentrant=False) if keeps_little else layer(*inputs)
         return self.norm(states)
 
     def forward(self, target_hidden: Tensor, block_embeddings: Tensor, layout: BlockLayout) -> Tensor:

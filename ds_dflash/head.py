@@ -7,14 +7,14 @@ The head is the target's and frozen, so the only gradient needed is that of the 
 It is built in the forward, tile by tile of the vocabulary, with the running maximum and sum of an online softmax
 (each tile is multiplied twice: once for logits, once for the gradient), and kept unweighted per row, so weights that
 depend on the probabilities need no further pass. Memory: one tile of logits of `ROWS` x `COLUMNS` fp32 numbers and the
-gradient [rows, H].
+gradient [rows, H]. On a CPU tiles are small enough to stay in its cache, which the passes over a tile live on.
 """
 
 import torch
 from torch import Tensor
 
 ROWS = 1024
-COLUMNS = 8192
+COLUMNS = {"cpu": 1024, "cuda": 8192}
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,14 +55,15 @@ def _sweep(hidden: Tensor, weight: Tensor, labels: Tensor, needs_gradient: bool)
     predicted = torch.zeros_like(labels)
     label_logit = torch.zeros_like(highest)
     expected = hidden.new_zeros(hidden.shape, dtype=torch.float32)  # sum_v exp(logit_v - highest) W_v
-    for start in range(0, len(weight), COLUMNS):
-        tile = weight[start : start + COLUMNS]
+    columns = COLUMNS[hidden.device.type]
+    for start in range(0, len(weight), columns):
+        tile = weight[start : start + columns]
         logits = (hidden @ tile.T).float()
         column = (labels - start).clamp(0, len(tile) - 1)
         # from the tile, so that the label's logit is rounded as it is in the sum: a sure token then loses nothing
         label_logit = torch.where(column == labels - start, logits.gather(1, column[:, None])[:, 0], label_logit)
-        tile_highest, tile_best = logits.max(-1)
-        predicted = torch.where(tile_highest > highest, tile_best + start, predicted)
+        tile_highest = logits.amax(-1)
+        _update_best(predicted, logits, tile_highest > highest, start)
         new_highest = torch.maximum(highest, tile_highest)
         shrink = (highest - new_highest).exp_()
         logits.sub_(new_highest[:, None]).exp_()
@@ -73,3 +74,12 @@ def _sweep(hidden: Tensor, weight: Tensor, labels: Tensor, needs_gradient: bool)
     loss = highest - label_logit + total.log()
     gradient = (expected / total[:, None] - weight[labels]).to(hidden.dtype) if needs_gradient else hidden[:, :0]
     return loss, predicted, gradient
+
+
+def _update_best(predicted: Tensor, logits: Tensor, rises: Tensor, start: int) -> None:
+    """Set `predicted` to the best id of this tile in the rows where it `rises` above the former ones."""
+    if logits.is_cuda:  # picking rows would wait for the device
+        predicted.copy_(torch.where(rises, logits.argmax(-1) + start, predicted))
+        return
+    rows = rises.nonzero()[:, 0]  # few after the first tiles, and argmax is slow there
+    predicted[rows] = logits[rows].argmax(-1) + start

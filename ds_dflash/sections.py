@@ -221,6 +221,10 @@ class TrainingSettings(Section):
     slice_tokens: PositiveInt = Field(
         default=8192, description="block tokens the drafter works on at once; fewer take less memory"
     )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="whether the drafter's layers are computed again in the backward: a third of the memory",
+    )
     loss: Literal["dflash", "dpace"] = Field(
         default="dflash",
         description="objective: dflash weighs slots by their place, dpace by how likely they are reached",
@@ -246,7 +250,7 @@ class TrainingSettings(Section):
     )
     keep_checkpoints: PositiveInt = Field(default=2, description="newest checkpoints that are kept")
     evaluate_every: NonNegativeInt = Field(default=0, description="updates from one validation to the next; 0: never")
-    profile: bool = Field(default=False, description="whether each rank writes where its time goes, a table and a trace")
+    profile: bool = Field(default=False, description="whether each rank writes where its time goes: table and trace")
 
     @model_validator(mode="before")
     @classmethod

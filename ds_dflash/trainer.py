@@ -302,11 +302,10 @@ class Trainer:
 
 def make_engine(job: Job, device: torch.device) -> DrafterEngine:
     """A drafter with its first weights under an engine."""
-    return DrafterEngine(
-        initial_drafter(job.drafter_config, job.settings.training.seed, job.settings.drafter.init_from),
-        job.settings.deepspeed,
-        device,
-    )
+    settings = job.settings
+    drafter = initial_drafter(job.drafter_config, settings.training.seed, settings.drafter.init_from)
+    drafter.checkpoints_layers = settings.training.activation_checkpointing
+    return DrafterEngine(drafter, settings.deepspeed, device)
 
 
 def initial_drafter(config: Any, seed: int, init_from: str | None) -> DFlashDraftModel:

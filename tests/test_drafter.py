@@ -3,9 +3,11 @@
 import pytest
 import torch
 from drafters import drafter_config, make_drafter
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from ds_dflash.attention import BlockLayout
 from ds_dflash.drafter import DFlashDraftModel, rotate
+from ds_dflash.pieces import MLP, RMSNorm
 
 
 def test_first_weights_follow_from_the_seed_alone():
@@ -55,3 +57,49 @@ def test_the_context_is_normed_once_so_the_scale_of_features_does_not_matter():
 def test_without_tokens_the_context_is_empty():
     keys, values = make_drafter().context(torch.zeros(0, 32), torch.zeros(0, dtype=torch.int64))[0]
     assert keys.shape == values.shape == (0, 2, 8)
+
+
+def gradients(drafter):
+    generator = torch.Generator().manual_seed(0)
+    layout = BlockLayout((0, 10), (0, 2), torch.tensor([4, 9]), 4)
+    features, embeddings = torch.randn(10, 32, generator=generator), torch.randn(2, 4, 16, generator=generator)
+    drafter(features, embeddings, layout).square().sum().backward()
+    return {name: parameter.grad for name, parameter in drafter.named_parameters()}
+
+
+def test_layers_that_are_computed_again_give_the_same_gradients_and_keep_less():
+    kept: list[int] = []
+
+    def count(tensor):
+        kept[-1] += tensor.numel()
+        return tensor
+
+    found = []
+    for checkpoints in (False, True):
+        drafter = make_drafter()
+        drafter.checkpoints_layers = checkpoints
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            found.append(gradients(drafter))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert kept[1] < kept[0] / 2
+
+
+def test_norm_and_mlp_are_those_of_qwen3_with_their_gradients():
+    torch.manual_seed(0)
+    config, states = drafter_config(), torch.randn(3, 5, 16, dtype=torch.float64)
+    pairs = [
+        (RMSNorm(16, eps=1e-3), Qwen3RMSNorm(16, eps=1e-3)),
+        (MLP(config), Qwen3MLP(config)),
+    ]
+    for own, stock in pairs:
+        own.load_state_dict({name: torch.randn_like(tensor) for name, tensor in own.state_dict().items()})
+        stock.load_state_dict(own.state_dict())
+        results = []
+        for module in (own.double(), stock.double()):
+            inputs = states.clone().requires_grad_()
+            output = module(inputs)
+            output.sin().sum().backward()
+            results.append([output, inputs.grad, *(parameter.grad for parameter in module.parameters())])
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # norms compute in fp32

@@ -42,7 +42,7 @@ def assert_same(found, expected, tolerance):
 def small_tiles(monkeypatch):
     """37 columns in tiles of 8 (the last one of 5), 23 rows in chunks of 10 (the last one of 3)."""
     monkeypatch.setattr(head, "ROWS", 10)
-    monkeypatch.setattr(head, "COLUMNS", 8)
+    monkeypatch.setattr(head, "COLUMNS", {"cpu": 8})
 
 
 @pytest.mark.parametrize("seed", range(5))
