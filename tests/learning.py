@@ -102,8 +102,10 @@ def engine_world() -> Iterator[None]:
 
 
 def engine_of(drafter: DFlashDraftModel, rate: float, **keys) -> DrafterEngine:
+    """DeepSpeed clips gradients at a norm of 1 where nothing is said."""
     optimizer = {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.0}}
-    return DrafterEngine(drafter, {"optimizer": optimizer, "zero_optimization": {"stage": 1}, **keys}, CPU)
+    defaults = {"optimizer": optimizer, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
+    return DrafterEngine(drafter, defaults | keys, CPU)
 
 
 def update_engine(engine: DrafterEngine, step: DrafterStep, data: Samples, features: Tensor, epoch: int) -> None:
