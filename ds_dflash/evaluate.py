@@ -100,6 +100,7 @@ class Evaluation:
                 acceptance_lengths=output.acceptance_lengths,
                 verdict=verdicts[row],
                 forced=forced[row],
+                plain_new_tokens=len(references[row].output_ids) - len(prompts[row]),
                 speculative_seconds=speculative / len(prompts),
                 plain_seconds=alone / len(prompts),
             )

@@ -20,6 +20,7 @@ class PromptResult:
     acceptance_lengths: int64 [steps], committed tokens of each step.
     verdict: "equal", "tie" or "different" against the target's own output; None where it was sampled.
     forced: int64 [max(0, new - 1)], what training would count as accepted at each token of the answer; None as above.
+    plain_new_tokens: of plain decoding, which ends elsewhere where it was sampled.
     speculative_seconds, plain_seconds: its batch's, divided by the prompts in the batch.
     """
 
@@ -28,6 +29,7 @@ class PromptResult:
     acceptance_lengths: np.ndarray
     verdict: str | None
     forced: np.ndarray | None
+    plain_new_tokens: int
     speculative_seconds: float
     plain_seconds: float
 
@@ -42,20 +44,24 @@ def summary(results: Sequence[PromptResult], block_size: int) -> dict[str, Any]:
     teacher_forced_acceptance_length_visited, teacher_forced_acceptance_length: what training would count, at the
     anchors of the steps and at every token of the answers.
     equal, ties, different: prompts by verdict; null where they were sampled.
+    speedup: of the seconds for a token, plain decoding's by speculative decoding's.
     """
     verdicts = Counter(result.verdict for result in results)
     is_sampled = None in verdicts
     speculative = sum(result.speculative_seconds for result in results)
     plain = sum(result.plain_seconds for result in results)
+    acceptance = _acceptance(results, block_size)
+    plain_tokens = sum(result.plain_new_tokens for result in results)
     return {
         "prompts": len(results),
-        **_acceptance(results, block_size),
+        **acceptance,
+        "plain_new_tokens": plain_tokens,
         "equal": None if is_sampled else verdicts["equal"],
         "ties": None if is_sampled else verdicts["tie"],
         "different": None if is_sampled else verdicts["different"],
         "speculative_seconds": speculative,
         "plain_seconds": plain,
-        "speedup": plain / speculative,
+        "speedup": (plain / plain_tokens) / (speculative / acceptance["new_tokens"]),
         "per_prompt": [_prompt(result, block_size) for result in results],
     }
 
@@ -64,6 +70,7 @@ def _prompt(result: PromptResult, block_size: int) -> dict[str, Any]:
     return {
         "prompt": result.index,
         **_acceptance([result], block_size),
+        "plain_new_tokens": result.plain_new_tokens,
         "verdict": result.verdict,
         "speculative_seconds": result.speculative_seconds,
         "plain_seconds": result.plain_seconds,
@@ -105,8 +112,9 @@ def describe(figures: dict[str, Any]) -> str:
         "steps in which a slot was accepted, slot 1 first: "
         + " ".join(f"{100 * share:.0f}%" for share in figures["accepted_share_slot"]),
         *_verdicts(figures),
-        f"{figures['speedup']:.2f} times as fast as plain decoding in the same batches"
-        f" ({figures['speculative_seconds']:.1f} s against {figures['plain_seconds']:.1f} s)",
+        f"{figures['speedup']:.2f} times as fast as plain decoding in the same batches: {figures['new_tokens']} tokens"
+        f" in {figures['speculative_seconds']:.1f} s against {figures['plain_new_tokens']} in"
+        f" {figures['plain_seconds']:.1f} s",
     ]
     if figures["prompts"] <= LISTED_PROMPTS:
         lines += ["", *_table(figures["per_prompt"])]
@@ -129,22 +137,21 @@ def _verdicts(figures: dict[str, Any]) -> list[str]:
 
 def _table(prompts: Sequence[dict[str, Any]]) -> list[str]:
     """A line a prompt; the seconds are the prompt's share of its batch."""
-    rows = [
-        (
-            f"{prompt['prompt']}",
-            f"{prompt['new_tokens']}",
-            f"{prompt['steps']}",
-            _number(prompt["acceptance_length"]),
-            _number(prompt["teacher_forced_acceptance_length"]),
-            prompt["verdict"] or "-",
-            f"{prompt['speculative_seconds']:.2f}",
-            f"{prompt['plain_seconds']:.2f}",
-        )
-        for prompt in prompts
-    ]
-    head = ("prompt", "tokens", "steps", "accepted", "as in training", "verdict", "seconds", "plain")
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    columns = {
+        "prompt": [str(prompt["prompt"]) for prompt in prompts],
+        "tokens": [str(prompt["new_tokens"]) for prompt in prompts],
+        "steps": [str(prompt["steps"]) for prompt in prompts],
+        "accepted": [_number(prompt["acceptance_length"]) for prompt in prompts],
+        "as in training": [_number(prompt["teacher_forced_acceptance_length"]) for prompt in prompts],
+        "verdict": [prompt["verdict"] for prompt in prompts],
+        "seconds": [f"{prompt['speculative_seconds']:.2f}" for prompt in prompts],
+        "plain": [f"{prompt['plain_seconds']:.2f}" for prompt in prompts],
+    }
+    if prompts[0]["verdict"] is None:
+        del columns["as in training"], columns["verdict"]
+    cells = [[head, *column] for head, column in columns.items()]
+    padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in cells]
+    return ["  ".join(row) for row in zip(*padded, strict=True)]
 
 
 def _number(value: float | None) -> str:

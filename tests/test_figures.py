@@ -8,9 +8,11 @@ import pytest
 from ds_dflash.figures import LISTED_PROMPTS, PromptResult, describe, summary
 
 
-def result(index, lengths, new_tokens, verdict="equal", forced=None, seconds=(1.0, 1.0)):
+def result(index, lengths, new_tokens, verdict="equal", forced=None, seconds=(1.0, 1.0), plain=None):
+    """`plain`: new tokens of plain decoding, if not as many."""
     lengths = np.array(lengths, np.int64)
-    return PromptResult(index, new_tokens, lengths, verdict, None if forced is None else np.array(forced), *seconds)
+    forced = None if forced is None else np.array(forced)
+    return PromptResult(index, new_tokens, lengths, verdict, forced, plain or new_tokens, *seconds)
 
 
 def three_results():
@@ -60,7 +62,12 @@ def test_sampled_prompts_have_no_verdict_and_nothing_to_force():
     assert figures["equal"] is figures["ties"] is figures["different"] is None
     assert figures["teacher_forced_acceptance_length"] is figures["teacher_forced_acceptance_length_visited"] is None
     assert "sampled" in describe(figures)
-    assert "greedy" not in describe(figures)
+    assert not {"greedy", "verdict", "training"} & set(describe(figures).split())
+
+
+def test_the_speedup_is_that_of_a_token_because_sampled_answers_end_elsewhere():
+    figures = summary([result(0, [2, 1], 4, None, seconds=(1.0, 6.0), plain=8)], block_size=4)
+    assert figures["speedup"] == pytest.approx((6 / 8) / (1 / 4))
 
 
 def test_answers_of_one_token_have_no_acceptance_length():
@@ -80,7 +87,7 @@ def test_people_read_decoded_and_trained_side_by_side_the_shares_and_the_prompts
     assert "acceptance length 3.250 tokens a step: 14 tokens in 4 steps over 3 prompts" in printed
     assert "slot 1 first: 100% 75% 50%" in printed
     assert "decoded 3.000, as training counts it 2.750 (at every token of the answers 1.909)" in printed
-    assert "1.50 times as fast" in printed
+    assert "1.50 times as fast as plain decoding in the same batches: 14 tokens in 4.0 s against 14 in 6.0 s" in printed
     table = printed.split("\n\n")[1].splitlines()
     assert [line.split()[0] for line in table] == ["prompt", "0", "1", "2"]
     assert len({len(line) for line in table}) == 1
