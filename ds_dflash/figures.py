@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_dflash.teacher_forcing import visited, within_answer
+from ds_dflash.teacher_forcing import walked, within_answer
 
 LISTED_PROMPTS = 20
 """Up to so many prompts are listed for people one by one."""
@@ -41,8 +41,8 @@ def summary(results: Sequence[PromptResult], block_size: int) -> dict[str, Any]:
     acceptance_length: committed tokens a step. acceptance_histogram: steps that committed 1, 2, .. B tokens.
     accepted_share_slot: of slot 1, 2, .. B - 1 the share of steps in which it was accepted.
     acceptance_length_within_answer: proposals past the answer's end not counted, as in the next two.
-    teacher_forced_acceptance_length_visited, teacher_forced_acceptance_length: what training would count, at the
-    anchors of the steps and at every token of the answers.
+    teacher_forced_acceptance_length_walked, teacher_forced_acceptance_length: what training would count, at the anchors
+    of a walk through the answers by these counts alone, and at every token of the answers.
     equal, ties, different: prompts by verdict; null where they were sampled.
     speedup: of the seconds for a token, plain decoding's by speculative decoding's.
     """
@@ -80,7 +80,7 @@ def _prompt(result: PromptResult, block_size: int) -> dict[str, Any]:
 def _acceptance(results: Sequence[PromptResult], block_size: int) -> dict[str, Any]:
     lengths = _all(result.acceptance_lengths for result in results)
     within = _all(within_answer(result.acceptance_lengths, result.new_tokens) for result in results)
-    forced = [(result.forced, visited(result.acceptance_lengths)) for result in results if result.forced is not None]
+    forced = [result.forced for result in results if result.forced is not None]
     shares = [_mean(lengths > slot) for slot in range(1, block_size)]
     return {
         "new_tokens": sum(result.new_tokens for result in results),
@@ -89,8 +89,8 @@ def _acceptance(results: Sequence[PromptResult], block_size: int) -> dict[str, A
         "acceptance_histogram": np.bincount(lengths, minlength=block_size + 1)[1:].tolist(),
         "accepted_share_slot": shares,
         "acceptance_length_within_answer": _mean(within),
-        "teacher_forced_acceptance_length_visited": _mean(_all(accepted[anchors] for accepted, anchors in forced)),
-        "teacher_forced_acceptance_length": _mean(_all(accepted for accepted, _ in forced)),
+        "teacher_forced_acceptance_length_walked": _mean(_all(map(walked, forced))),
+        "teacher_forced_acceptance_length": _mean(_all(forced)),
     }
 
 
@@ -126,9 +126,8 @@ def _verdicts(figures: dict[str, Any]) -> list[str]:
     if figures["equal"] is None:
         return ["sampled: there is no single right output to compare with"]
     return [
-        "acceptance length at the same anchors, within the answers:"
-        f" decoded {figures['acceptance_length_within_answer']:.3f}, as training counts it"
-        f" {figures['teacher_forced_acceptance_length_visited']:.3f}"
+        f"acceptance length within the answers: decoded {figures['acceptance_length_within_answer']:.3f}, walking by"
+        f" what training counts {figures['teacher_forced_acceptance_length_walked']:.3f}"
         f" (at every token of the answers {figures['teacher_forced_acceptance_length']:.3f})",
         f"equal to the target's greedy output: {figures['equal']} of {figures['prompts']};"
         f" first difference on a tie: {figures['ties']}; different: {figures['different']}",

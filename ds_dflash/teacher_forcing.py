@@ -1,11 +1,12 @@
 """The drafter in training form on answers that it helped to decode: what training would count for them.
 
 Features by one forward of the target over prompt and answer, blocks by `make_blocks`, the answer as the loss mask, and
-`block_loss`: the code that training runs. If this comes to more than decoding does at the same anchors, then decoding
-and training disagree about what a block sees.
+`block_loss`: the code that training runs. A walk through an answer by these counts alone, as decoding walks (the first
+token, then the last one that each block would commit), has to come to decoding's acceptance length; if it does not,
+decoding and training disagree about what a block sees. The mean over every token of the answers is another figure:
+decoding skips the inside of easy runs and stands more often behind a rejection.
 
-The anchors that decoding visits are the answer's first token and then the last committed one of each step; all of them
-are anchors of training as well. What is accepted there is the same but at the answer's end: training does not count
+What is accepted at an anchor is the same in both but at the answer's end: training does not count
 slots past it, while a step of decoding commits whole, and its answer is cut afterwards. `within_answer` cuts a
 step's accepted proposals as training does, so that the two are equal where nothing is wrong (up to ties of logits).
 """
@@ -50,6 +51,15 @@ class TeacherForcing:
         results = self._step.results(self._drafter.model, features, blocks)
         accepted = [np.zeros(0, np.int64), *(result.accepted.cpu().numpy() for _, result in results)]
         return np.split(np.concatenate(accepted), blocks.block_offsets[1:-1])
+
+
+def walked(forced: np.ndarray) -> np.ndarray:
+    """What `forced` (as `TeacherForcing.accepted` gives it) counts at the anchors of a walk by it, int64 [steps]."""
+    counts, token = [], 0
+    while token < len(forced):
+        counts.append(forced[token])
+        token += int(forced[token])
+    return np.array(counts, np.int64)
 
 
 def visited(acceptance_lengths: np.ndarray) -> np.ndarray:

@@ -59,7 +59,7 @@ def test_every_answer_is_the_targets_own_in_batches_of_any_size(inputs):
     assert alone["equal"] + alone["ties"] == 5
     assert [prompt["prompt"] for prompt in alone["per_prompt"]] == [0, 1, 2, 3, 4]
     assert 1 <= alone["acceptance_length"] <= 4
-    assert alone["teacher_forced_acceptance_length_visited"] == alone["acceptance_length_within_answer"]
+    assert alone["teacher_forced_acceptance_length_walked"] == alone["acceptance_length_within_answer"]
     for size in (2, 16):  # 2: the last batch has one prompt; 16: more than there are prompts
         together = evaluate(*inputs, DecodingOptions(max_new_tokens=7, batch_size=size))
         assert without_seconds(together) == without_seconds(alone)

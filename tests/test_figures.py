@@ -39,11 +39,11 @@ def test_the_share_of_a_slot_is_that_of_the_steps_that_accepted_it():
     assert shares == [0.75, 0.25, 0.25]
 
 
-def test_what_training_counts_is_taken_at_the_anchors_of_the_steps_and_at_every_token():
-    """The first answer's steps start at its tokens 0, 4 and 8; one proposal of the last step is past its end."""
+def test_what_training_counts_is_taken_on_a_walk_by_it_and_at_every_token():
+    """The walk through the first answer starts at its tokens 0, 4 and 7; decoding's last proposal is past its end."""
     figures = summary(three_results(), block_size=4)
     assert figures["acceptance_length_within_answer"] == pytest.approx((4 + 4 + 2 + 2) / 4)
-    assert figures["teacher_forced_acceptance_length_visited"] == pytest.approx((4 + 3 + 2 + 2) / 4)
+    assert figures["teacher_forced_acceptance_length_walked"] == pytest.approx((4 + 3 + 2 + 2) / 4)
     assert figures["teacher_forced_acceptance_length"] == pytest.approx(21 / 11)
 
 
@@ -60,7 +60,7 @@ def test_every_prompt_has_its_own_figures():
 def test_sampled_prompts_have_no_verdict_and_nothing_to_force():
     figures = summary([result(0, [2, 1], 4, None)], block_size=4)
     assert figures["equal"] is figures["ties"] is figures["different"] is None
-    assert figures["teacher_forced_acceptance_length"] is figures["teacher_forced_acceptance_length_visited"] is None
+    assert figures["teacher_forced_acceptance_length"] is figures["teacher_forced_acceptance_length_walked"] is None
     assert "sampled" in describe(figures)
     assert not {"greedy", "verdict", "training"} & set(describe(figures).split())
 
@@ -86,7 +86,7 @@ def test_people_read_decoded_and_trained_side_by_side_the_shares_and_the_prompts
     printed = describe(summary(three_results(), block_size=4))
     assert "acceptance length 3.250 tokens a step: 14 tokens in 4 steps over 3 prompts" in printed
     assert "slot 1 first: 100% 75% 50%" in printed
-    assert "decoded 3.000, as training counts it 2.750 (at every token of the answers 1.909)" in printed
+    assert "decoded 3.000, walking by what training counts 2.750 (at every token of the answers 1.909)" in printed
     assert "1.50 times as fast as plain decoding in the same batches: 14 tokens in 4.0 s against 14 in 6.0 s" in printed
     table = printed.split("\n\n")[1].splitlines()
     assert [line.split()[0] for line in table] == ["prompt", "0", "1", "2"]

@@ -9,7 +9,7 @@ from test_decode import EVERY_MODEL, MODELS, TAPS, drafter_for, prompt_of
 
 from ds_dflash.attention import BlockLayout
 from ds_dflash.decode import Drafter, SpeculativeDecoder
-from ds_dflash.teacher_forcing import TeacherForcing, visited, within_answer
+from ds_dflash.teacher_forcing import TeacherForcing, visited, walked, within_answer
 
 LENGTHS = (9, 1, 17, 9)
 
@@ -42,7 +42,8 @@ def steps(generations, forced):
         new = len(generation.output_ids) - length
         assert len(accepted) == new - 1
         lengths = generation.acceptance_lengths
-        yield within_answer(lengths, new).tolist(), accepted[visited(lengths)].tolist()
+        assert visited(lengths).tolist() == [0, *lengths.cumsum()[:-1]][: len(lengths)]
+        yield within_answer(lengths, new).tolist(), walked(accepted).tolist()
 
 
 @EVERY_MODEL
@@ -85,3 +86,8 @@ def test_proposals_past_the_end_of_the_answer_do_not_count():
     for new, expected in {9: [4, 1, 4], 8: [4, 1, 3], 7: [4, 1, 2]}.items():
         assert within_answer(lengths, new).tolist() == expected
     assert within_answer(np.zeros(0, np.int64), 1).tolist() == []
+
+
+def test_a_walk_goes_on_behind_what_it_counts():
+    assert walked(np.array([2, 4, 1, 3, 4, 2, 1])).tolist() == [2, 1, 3, 1]
+    assert walked(np.array([], np.int64)).tolist() == []
