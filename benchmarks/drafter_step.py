@@ -16,10 +16,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+from peak_memory import peak_megabytes
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -174,26 +174,17 @@ def difference(problem: Problem) -> float:
     return max(errors)
 
 
-def memory_status(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
 def measure_memory(shape: str, dtype: str, way: str) -> int:
     """Peak megabytes of one step above what the process holds before, in a process of its own."""
     command = [sys.executable, __file__, "--step", way, "--shapes", shape, "--dtype", dtype]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) // 10**6
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def step_memory(shape: str, dtype: str, way: str) -> int:
     problem = Problem.make(shape, getattr(torch, dtype))
     for parameter in problem.drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)  # counted neither way
-    before = memory_status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    WAYS[way](problem).backward()
-    return memory_status("VmHWM") - before
+    return peak_megabytes(lambda: WAYS[way](problem).backward())
 
 
 def main() -> None:

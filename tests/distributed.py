@@ -53,8 +53,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(ranks: int, config: Path, *arguments: str, ranks_per_node: int | None = None, traced: bool = False) -> Ranks:
-    """Start launch.sh on `ranks` ranks; output goes to rank-N.log beside the config, traces to trace-N.jsonl."""
+def start(
+    ranks: int,
+    config: Path,
+    *arguments: str,
+    ranks_per_node: int | None = None,
+    program: str = "launch.sh",
+    traced: bool = False,
+) -> Ranks:
+    """Start a program of the repository on `ranks` ranks; output goes to rank-N.log beside the config.
+
+    `traced`: launch.sh with traces in trace-N.jsonl.
+    """
     port, per_node = free_port(), ranks_per_node or ranks
     processes = []
     for rank in range(ranks):
@@ -71,8 +81,8 @@ def start(ranks: int, config: Path, *arguments: str, ranks_per_node: int | None 
             "WANDB_MODE": "offline",
             "PYTHONPATH": str(REPOSITORY),
         }
-        program = REPOSITORY / ("tests/traced.py" if traced else "launch.sh")
-        command = [sys.executable, "-u", str(program), "--config", str(config), *arguments]
+        file = REPOSITORY / ("tests/traced.py" if traced else program)
+        command = [sys.executable, "-u", str(file), "--config", str(config), *arguments]
         log = (config.parent / f"rank-{rank}.log").open("w")
         processes.append(
             subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=config.parent)
