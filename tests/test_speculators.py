@@ -137,20 +137,20 @@ def test_the_targets_own_tensors_in_the_file_are_passed_over(write):
 
 
 BROKEN = {
-    "another type": (lambda d: change(d, speculators_model_type="eagle3"), "speculators_model_type is 'eagle3'"),
+    "another type": (lambda d: change(d, speculators_model_type="eagle3"), 'speculators_model_type is "eagle3"'),
     "no layers": (lambda d: change(d, transformer_layer_config={}, layer={}), "transformer_layer_config.hidden_size"),
     "no ids": (lambda d: change(d, "aux_hidden_state_layer_ids"), "lacks aux_hidden_state_layer_ids"),
     "no mask": (lambda d: change(d, mask_token_id=None), "lacks mask_token_id"),
     "the embedding tapped": (lambda d: change(d, aux_hidden_state_layer_ids=[0, 3]), "has 0, the embedding's output"),
-    "ids that are none": (lambda d: change(d, aux_hidden_state_layer_ids="2 4"), "is '2 4', but should be a list"),
+    "ids that are none": (lambda d: change(d, aux_hidden_state_layer_ids="2 4"), 'is "2 4", but should be a list'),
     "a vocabulary of its own": (lambda d: change(d, draft_vocab_size=32), "draft_vocab_size is 32"),
     "drafts at the anchor": (lambda d: change(d, sample_from_anchor=True), "sample_from_anchor is True"),
     "a target of other width": (lambda d: change(d, target_hidden_size=64), "target_hidden_size is 64"),
     "no number of layers": (
         lambda d: change(d, layer={"num_hidden_layers": "2"}),
-        "transformer_layer_config.num_hidden_layers is '2'",
+        'transformer_layer_config.num_hidden_layers is "2"',
     ),
-    "a wrong switch": (lambda d: change(d, sliding_window_non_causal="no"), "sliding_window_non_causal is 'no'"),
+    "a wrong switch": (lambda d: change(d, sliding_window_non_causal="no"), 'sliding_window_non_causal is "no"'),
 }
 
 

@@ -95,7 +95,7 @@ def settle(fields: Fields) -> tuple[Fields, list[Finding]]:
     settled, findings = dict(fields), []
     own = settled.get("dflash_config")
     if own is not None and not isinstance(own, dict):
-        findings.append(broken(f"dflash_config is {own!r}, but should be an object."))
+        findings.append(broken(f"dflash_config is {short(own)}, but should be an object."))
     own = dict(own) if isinstance(own, dict) else {}
     for name, home, away in [
         ("block_size", settled, own),
@@ -107,7 +107,11 @@ def settle(fields: Fields) -> tuple[Fields, list[Finding]]:
             continue
         given = home.setdefault(name, away[name])
         if given != away[name]:
-            findings.append(broken(f"{name} is {settled.get(name)} at top level and {own.get(name)} in dflash_config."))
+            findings.append(
+                broken(
+                    f"{name} is {short(settled.get(name))} at top level and {short(own.get(name))} in dflash_config."
+                )
+            )
         elif name not in (fields if home is settled else fields.get("dflash_config") or {}):
             where = "in dflash_config" if home is own else "at top level"
             findings.append(odd(f"{name} is not {where}, where older engines look for it."))
@@ -175,12 +179,14 @@ def _check_kind(fields: Fields, place: Place) -> list[Finding]:
     if fields.get("architectures") != ["DFlashDraftModel"]:
         # Both engines choose the drafter's class by this name; "DFlash2DraftModel" is another network.
         level = unservable if fields.get("architectures") is None else broken
-        findings.append(level(f'architectures is {fields.get("architectures")}, but should be ["DFlashDraftModel"].'))
+        findings.append(
+            level(f'architectures is {short(fields.get("architectures"))}, but should be ["DFlashDraftModel"].')
+        )
     if fields.get("model_type") != "qwen3":
         findings.append(
             unservable(
-                f'{place("model_type")} is {fields.get("model_type")!r}, but should be "qwen3": it says which config'
-                " class, and so which defaults, engines read the fields with."
+                f'{place("model_type")} is {short(fields.get("model_type"))}, but should be "qwen3": it says with which'
+                " defaults engines read the fields."
             )
         )
     if fields.get("tie_word_embeddings") is True:
@@ -190,12 +196,13 @@ def _check_kind(fields: Fields, place: Place) -> list[Finding]:
         for where, values in (("", fields), ("dflash_config.", fields["dflash_config"])):
             if values.get(name) is not None and values[name] != neutral:
                 findings.append(
-                    broken(f"{place(where + name)} is {values[name]!r}: the drafter trained here has {neutral!r}.")
+                    broken(f"{place(where + name)} is {short(values[name])}: the drafter trained here has {neutral!r}.")
                 )
     for name, own in (("target_hidden_size", "hidden_size"), ("draft_vocab_size", "vocab_size")):
-        if fields.get(name) is not None and fields[name] != fields.get(own):
+        given, right = fields.get(name), fields.get(own)
+        if given is not None and given != right:
             findings.append(
-                broken(f"{place(name)} is {fields[name]} and {place(own)} {fields.get(own)}: they are equal here.")
+                broken(f"{place(name)} is {short(given)} and {place(own)} {short(right)}: they are equal here.")
             )
     return findings
 
@@ -203,7 +210,7 @@ def _check_kind(fields: Fields, place: Place) -> list[Finding]:
 def _check_sizes(fields: Fields, place: Place) -> list[Finding]:
     given = [name for name in SIZES if fields.get(name) is not None or (name in QWEN3_DEFAULTS and name in fields)]
     findings = [
-        broken(f"{place(name)} is {_short(fields[name])}, but should be a whole number from 1 to {SIZES[name]}.")
+        broken(f"{place(name)} is {short(fields[name])}, but should be a whole number from 1 to {SIZES[name]}.")
         for name in given
         if _wrong_size(fields, name)
     ]
@@ -234,11 +241,15 @@ def _check_numbers(fields: Fields, place: Place) -> list[Finding]:
     findings = []
     epsilon = fields.get("rms_norm_eps")
     if epsilon is not None and not (_is_number(epsilon) and epsilon > 0):
-        findings.append(broken(f"{place('rms_norm_eps')} is {_short(epsilon)}, but should be a number above 0."))
+        findings.append(broken(f"{place('rms_norm_eps')} is {short(epsilon)}, but should be a number above 0."))
     for name in ("initializer_range", "attention_dropout", "max_window_layers"):
         value = fields.get(name)
         if value is not None and not (_is_number(value) and value >= 0):
-            findings.append(broken(f"{place(name)} is {_short(value)}, but should be a number."))
+            findings.append(broken(f"{place(name)} is {short(value)}, but should be a number."))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = fields.get(name)
+        if ids is not None and not _are_ids(ids if isinstance(ids, list) else [ids]):
+            findings.append(broken(f"{place(name)} is {short(ids)}, but should be a token id or null."))
     return findings
 
 
@@ -248,17 +259,19 @@ def _check_ids(fields: Fields, place: Place) -> list[Finding]:
     mask, ids = own.get("mask_token_id"), own.get("target_layer_ids")
     name = place("dflash_config.mask_token_id")
     if mask is not None and not (_is_whole(mask) and mask >= 0):
-        findings.append(broken(f"{name} is {_short(mask)}, but should be a token id."))
+        findings.append(broken(f"{name} is {short(mask)}, but should be a token id."))
     elif mask is not None and _size(fields, "vocab_size") and mask >= vocabulary:
-        findings.append(broken(f"{name} is {mask}, but vocab_size is {vocabulary}: the embedding has no such row."))
+        findings.append(
+            broken(f"{name} is {short(mask)}, but vocab_size is {vocabulary}: the embedding has no such row.")
+        )
     name = place("dflash_config.target_layer_ids")
     if ids is None:
         return findings
     if not _are_ids(ids) or not ids:
-        findings.append(broken(f"{name} is {_short(ids)}, but should be a list of layer numbers, counted from 0."))
+        findings.append(broken(f"{name} is {short(ids)}, but should be a list of layer numbers, counted from 0."))
     elif ids != sorted(set(ids)):
         # vLLM captures the layers in their own order, whatever the list's: features would be swapped in silence.
-        findings.append(broken(f"{name} is {_short(ids)}, but should increase: engines tap layers in their order."))
+        findings.append(broken(f"{name} is {short(ids)}, but should increase: engines tap layers in their order."))
     elif _size(fields, "num_target_layers") and ids[-1] >= fields["num_target_layers"]:
         layers = fields["num_target_layers"]
         findings.append(broken(f"{name} names layer {ids[-1]}, but num_target_layers is {layers}."))
@@ -272,11 +285,13 @@ def _check_rope(fields: Fields, place: Place) -> list[Finding]:
         if form is None:
             continue
         if not isinstance(form, dict):
-            findings.append(broken(f"{place(name)} is {_short(form)}, but should be an object or null."))
+            findings.append(broken(f"{place(name)} is {short(form)}, but should be an object or null."))
             continue
         kind = form.get("rope_type", form.get("type", "default"))
         if kind != "default":
-            findings.append(broken(f'{place(name)} has rope_type "{kind}": a drafter has the plain one, "default".'))
+            findings.append(
+                broken(f'{place(name)} has rope_type {short(kind)}: a drafter has the plain one, "default".')
+            )
             continue
         findings += _not_plain({key: form[key] for key in form if key not in PLAIN}, f"{place(name)}.")
     findings += _not_plain({"partial_rotary_factor": fields.get("partial_rotary_factor")}, place(""))
@@ -299,7 +314,7 @@ def _not_plain(rest: Fields, where: str) -> list[Finding]:
     """Findings for what makes a rotary embedding partial, multimodal or scaled."""
     neutral = {"partial_rotary_factor": 1, "mrope_interleaved": False, "factor": 1}
     return [
-        broken(f"{where}{name} is {_short(value)}: a drafter's rotary embedding is plain, over all of head_dim.")
+        broken(f"{where}{name} is {short(value)}: a drafter's rotary embedding is plain, over all of head_dim.")
         for name, value in rest.items()
         if value is not None and value != neutral.get(name)
     ]
@@ -308,7 +323,7 @@ def _not_plain(rest: Fields, where: str) -> list[Finding]:
 def _check_bases(fields: Fields, place: Place) -> list[Finding]:
     bases = rope_bases(fields)
     wrong = [
-        broken(f"{place(name)} is {_short(value)}, but should be a number above 0.")
+        broken(f"{place(name)} is {short(value)}, but should be a number above 0.")
         for name, value in bases.items()
         if not (_is_number(value) and value > 0)
     ]
@@ -331,12 +346,12 @@ def _check_bases(fields: Fields, place: Place) -> list[Finding]:
 def _check_layers(fields: Fields, place: Place) -> list[Finding]:
     types, layers = fields.get("layer_types"), _size(fields, "num_hidden_layers")
     if types is not None and (not isinstance(types, list) or not all(kind in LAYER_TYPES for kind in types)):
-        return [broken(f"{place('layer_types')} is {_short(types)}, but should list {' or '.join(LAYER_TYPES)}.")]
+        return [broken(f"{place('layer_types')} is {short(types)}, but should list {' or '.join(LAYER_TYPES)}.")]
     if types is not None and layers and len(types) != layers:
         return [broken(f"{place('layer_types')} has {len(types)} entries, but num_hidden_layers is {layers}.")]
     window, uses = fields.get("sliding_window"), fields.get("use_sliding_window")
     if uses not in (None, True, False):
-        return [broken(f"{place('use_sliding_window')} is {_short(uses)}, but should be true or false.")]
+        return [broken(f"{place('use_sliding_window')} is {short(uses)}, but should be true or false.")]
     if types is None and uses:
         # transformers slides the layers from max_window_layers on; a drafter that slides says which of its layers do.
         return [broken(f"{place('use_sliding_window')} is true, but layer_types does not say which layers slide.")]
@@ -356,12 +371,12 @@ LAYER_TYPES = ("full_attention", SLIDING)
 def _check_window(window: Any, fields: Fields, place: Place) -> list[Finding]:
     name, block_size = place("sliding_window"), _size(fields, "block_size")
     if not _is_whole(window):
-        return [broken(f"{name} is {_short(window)}, but layer_types has {SLIDING} layers: it should be a number.")]
+        return [broken(f"{name} is {short(window)}, but layer_types has {SLIDING} layers: it should be a number.")]
     if window < block_size:
         return [broken(f"{name} is {window}, but should be at least block_size, {block_size}.")]
     other = fields["dflash_config"].get("swa_window_size")
     if other is not None and other != window:  # vLLM takes this one
-        return [broken(f"{name} is {window} and dflash_config.swa_window_size {other}: they should be equal.")]
+        return [broken(f"{name} is {window} and dflash_config.swa_window_size {short(other)}: they should be equal.")]
     return []
 
 
@@ -374,7 +389,9 @@ def _check_causality(fields: Fields, place: Place) -> list[Finding]:
     if override is not None and any((kind == SLIDING) != bool(override) for kind in types or ["full_attention"]):
         name = place("dflash_config.causal" if fields.get("is_causal") is None else "is_causal")
         findings.append(
-            broken(f"{name} is {override} for all layers: here sliding layers are causal in a block, full ones not.")
+            broken(
+                f"{name} is {short(override)} for all layers: here sliding layers are causal in a block, full ones not."
+            )
         )
     if own.get("use_swa") and (not types or set(types) != {SLIDING}):  # vLLM: all layers slide, none is causal
         findings.append(broken(f"{place('dflash_config.use_swa')} is true: here layer_types says which layers slide."))
@@ -394,7 +411,10 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(_is_whole(number) and number >= 0 for number in value)
 
 
-def _short(value: Any) -> str:
-    """A value as it is shown, cut where it is long."""
-    text = repr(value) if not _is_whole(value) or abs(value) < 10**20 else f"a number of {value.bit_length()} bits"
+def short(value: Any) -> str:
+    """A value as it is shown: text in quotes, and cut where it is long."""
+    if _is_whole(value) and abs(value) >= 10**20:
+        return f"a number of {value.bit_length()} bits"
+    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -27,15 +27,20 @@ class Finding:
 
 
 def broken(sentence: str) -> Finding:
-    return Finding("broken", sentence)
+    return Finding("broken", _line(sentence))
 
 
 def unservable(sentence: str) -> Finding:
-    return Finding("unservable", sentence)
+    return Finding("unservable", _line(sentence))
 
 
 def odd(sentence: str) -> Finding:
-    return Finding("odd", sentence)
+    return Finding("odd", _line(sentence))
+
+
+def _line(sentence: str) -> str:
+    """One line, whatever the names and messages in it hold."""
+    return " ".join(sentence.splitlines())
 
 
 def refuse(findings: Sequence[Finding], directory: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from ds_dflash.drafter import DFlashDraftModel
 from ds_dflash.export import speculators
-from ds_dflash.export.fields import REQUIRED_FIELDS, Fields, check_fields, has_shapes, rope_bases, settle
+from ds_dflash.export.fields import REQUIRED_FIELDS, Fields, check_fields, has_shapes, rope_bases, settle, short
 from ds_dflash.export.findings import Finding, broken, odd, refuse, unservable
 from ds_dflash.export.speculators import MARK, TARGET_TENSORS, from_speculators
 from ds_dflash.export.tensors import StoredTensors, find_tensors, parse_json
@@ -140,7 +140,9 @@ def _check_code(fields: Fields, directory: Path) -> list[Finding]:
             continue
         file = f"{place.rpartition('.')[0]}.py" if isinstance(place, str) else None
         if file is None or not (directory / file).is_file():
-            findings.append(unservable(f"auto_map names {place}, but the directory has no file {file} with its code."))
+            findings.append(
+                unservable(f"auto_map names {short(place)}, but the directory has no file {file} with its code.")
+            )
     return findings
 
 
@@ -210,7 +212,7 @@ def _check_formats(tensors: StoredTensors, fields: Fields) -> list[Finding]:
     )
     named = fields.get("dtype", fields.get("torch_dtype"))
     if held and named is not None and [named] != held:
-        findings.append(odd(f"config.json says dtype {named}, but the weights are {' and '.join(held)}."))
+        findings.append(odd(f"config.json says dtype {short(named)}, but the weights are {' and '.join(held)}."))
     return findings
 
 

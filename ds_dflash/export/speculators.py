@@ -9,7 +9,7 @@ Layer ids count hidden states, whose first is the embedding's output: one more t
 from collections.abc import Sequence
 from typing import Any
 
-from ds_dflash.export.fields import SLIDING, Fields
+from ds_dflash.export.fields import SLIDING, Fields, short
 from ds_dflash.export.findings import Finding, broken, odd, unservable
 
 MARK = "speculators_model_type"
@@ -63,7 +63,7 @@ def to_speculators(flat: Fields, target: str, target_architectures: Sequence[str
 def from_speculators(fields: Fields) -> tuple[Fields, list[Finding]]:
     """The config in the other format, and what is off with the fields that only this one has."""
     if fields[MARK] != "dflash":
-        return {}, [broken(f"{MARK} is {fields[MARK]!r}: only drafters of the type 'dflash' are trained here.")]
+        return {}, [broken(f"{MARK} is {short(fields[MARK])}: only drafters of the type dflash are trained here.")]
     layer = fields.get("transformer_layer_config")
     if not isinstance(layer, dict):
         return {}, [broken("config.json lacks transformer_layer_config: it is not the config of a DFlash drafter.")]
@@ -100,7 +100,7 @@ def _check_causality(fields: Fields, flat: Fields) -> list[Finding]:
     types: Any = flat.get("layer_types") if isinstance(flat.get("layer_types"), list) else []
     value, slides, full = fields.get("sliding_window_non_causal"), SLIDING in types, set(types) != {SLIDING}
     if value not in (None, True, False):
-        return [broken(f"sliding_window_non_causal is {value!r}, but should be true or false.")]
+        return [broken(f"sliding_window_non_causal is {short(value)}, but should be true or false.")]
     if slides and value:
         return [broken("sliding_window_non_causal is true: here sliding layers are causal in a block.")]
     if slides and value is None:
@@ -123,11 +123,11 @@ def _check_proposal(fields: Fields) -> list[Finding]:
     method = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
     tokens, block_size = method.get("speculative_tokens"), fields.get("block_size")
     findings = []
-    if isinstance(block_size, int) and tokens != block_size - 1:
+    if type(block_size) is int and tokens != block_size - 1:
         findings.append(
             unservable(
-                f"speculators_config.proposal_methods has speculative_tokens {tokens}, but a block of {block_size}"
-                f" drafts {block_size - 1}."
+                f"speculators_config.proposal_methods has speculative_tokens {short(tokens)}, but a block of"
+                f" {block_size} drafts {block_size - 1}."
             )
         )
     if not isinstance(target, dict) or not isinstance(target.get("name_or_path"), str):
