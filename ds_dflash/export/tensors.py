@@ -88,6 +88,7 @@ def _headers(path: Path) -> dict[str, tuple[tuple[int, ...], str]] | Finding:
     """Shape and number format of every tensor of a file."""
     if not path.is_file():
         return broken(f"it holds no {path.name}, which {INDEX} names.")
+    path.open("rb").close()  # a file that may not be read is said to be so; safetensors says that it does not exist
     try:
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
