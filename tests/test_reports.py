@@ -138,10 +138,6 @@ class Outcome:
     served: float
 
 
-def matches(outcome: Outcome) -> bool:
-    return outcome.accuracy > 0.9 and outcome.served > 0.9 * outcome.acceptance_length
-
-
 class ShiftedStep(learning.DrafterStep):
     """Whose labels are one token late."""
 
@@ -200,14 +196,15 @@ def train_and_serve(checkpoint, capturing, whole, rows, fault=None) -> Outcome:
 def test_16_a_drafter_of_high_accuracy_is_accepted_as_training_says(written_by_target, kind):
     """Train accuracy 70 %, acceptance 1.02 when served: wrong mask, untied random head, label shift."""
     outcome = train_and_serve(*written_by_target(kind))
-    assert matches(outcome), outcome
+    assert outcome.accuracy > 0.9
+    assert outcome.served > 0.9 * outcome.acceptance_length
 
 
 @pytest.mark.parametrize("fault", ["mask", "head", "labels"])
 def test_16_each_cause_of_the_report_would_be_noticed(written_by_target, fault):
     outcome = train_and_serve(*written_by_target("qwen3"), fault)
-    assert outcome.accuracy > 0.85
-    assert not matches(outcome), outcome
+    assert outcome.accuracy > 0.7  # training looks as well as in the report
+    assert outcome.served < 0.6 * outcome.acceptance_length
 
 
 # ------------------------------------------------------------------------------------------ 18: partial rotary
@@ -222,6 +219,7 @@ def test_18_a_partial_rotary_factor_of_the_target_is_neither_trained_nor_served(
     theta = checkpoint.text.rope_parameters["rope_theta"]
     assert checkpoint.text.rope_parameters["partial_rotary_factor"] == 0.5
     config = learning.config_for(checkpoint, TAPS)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": theta}
     drafter = learning.new_drafter(config)
     write_drafter(drafter.state_dict(), config, tmp_path / "drafter")
     fields = json.loads((tmp_path / "drafter" / "config.json").read_text())
