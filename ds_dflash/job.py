@@ -276,11 +276,11 @@ def _check_same_shape(config: Qwen3Config, given: Qwen3Config, directory: str) -
 
 
 def _shape(config: Qwen3Config) -> dict[str, Any]:
+    """The fields of SETTING_OF. The window is None where no layer slides: Qwen3Config drops it then."""
     fields = {name: getattr(config, name) for name in SETTING_OF if hasattr(config, name)}
-    slides = "sliding_attention" in (config.layer_types or [])
     own = {name: config.dflash_config[name] for name in ("mask_token_id", "target_layer_ids")}
     rope_theta = (config.rope_parameters or {})["rope_theta"]
-    return fields | own | {"rope_theta": rope_theta, "sliding_window": config.sliding_window if slides else None}
+    return fields | own | {"rope_theta": rope_theta}
 
 
 def prepare_data(settings: Settings, source: str, target: TargetCheckpoint) -> PreparedDataset:
