@@ -32,10 +32,10 @@ ENGINE_TAG = "engine"
 class Progress:
     """What the drafter has consumed; the same on every rank.
 
-    update: optimizer updates done; position: `batching.Position` as a dict; fingerprint: the sampler's;
-    curve: segments of the learning-rate curve; wandb_id: the W&B run; random_state: torch's on the CPU, as hexadecimal
-    digits; validated: the last update that a validation pass has followed; best_update, best_acceptance_length: the one
-    whose validation had the largest acceptance length.
+    update: updates done; position: `batching.Position` as a dict; fingerprint: the sampler's; curve: segments of the
+    learning-rate curve; wandb_id: the W&B run; random_state: torch's on the CPU, as hexadecimal digits; skipped,
+    skipped_in_a_row: updates without a finite gradient, all and the last ones; validated: the last update that a
+    validation pass has followed; best_update, best_acceptance_length: the one whose validation had the largest.
     """
 
     update: int = 0
@@ -44,6 +44,8 @@ class Progress:
     curve: list[list[float]] = field(default_factory=list)
     wandb_id: str | None = None
     random_state: str = ""
+    skipped: int = 0
+    skipped_in_a_row: int = 0
     validated: int = 0
     best_update: int | None = None
     best_acceptance_length: float | None = None
@@ -53,6 +55,10 @@ class Progress:
         self.validated = self.update
         if acceptance_length > (self.best_acceptance_length or 0.0):
             self.best_update, self.best_acceptance_length = self.update, acceptance_length
+
+    def note_step(self, is_skipped: bool) -> None:
+        self.skipped += is_skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":

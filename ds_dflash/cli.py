@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ds_dflash.accelerator  # noqa: F401  before anything imports DeepSpeed
 from ds_dflash import data, evaluate, figures, planner
-from ds_dflash.checkpoint import is_whole, newest_checkpoint
+from ds_dflash.checkpoint import best_checkpoint, is_whole, newest_checkpoint
 from ds_dflash.config import Settings, TargetSettings, load_settings
 from ds_dflash.errors import UserError, describe_os_error
 from ds_dflash.export import FORMATS, check_fits, inspect, read_drafter, write_drafter
@@ -178,10 +178,12 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _drafter_of(source: Path) -> Path:
-    """The drafter of a run (its newest checkpoint's) or of a checkpoint, or `source` if it is a drafter itself."""
+    """The drafter of a run (of its best checkpoint, else the newest) or of a checkpoint, or `source` if it is one."""
     if any((source / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json")):
         return source
-    checkpoint = source if (source / "manifest.json").exists() else newest_checkpoint(source / "checkpoints")
+    checkpoints = source / "checkpoints"
+    is_checkpoint = (source / "manifest.json").exists()
+    checkpoint = source if is_checkpoint else best_checkpoint(checkpoints) or newest_checkpoint(checkpoints)
     if checkpoint is None or not is_whole(checkpoint):
         raise UserError(f"{source} is neither a run with a whole checkpoint nor a whole checkpoint, nor a drafter.")
     return checkpoint / "drafter"

@@ -193,10 +193,15 @@ class ZeroBlock(DeepSpeedBlock):
 
     @model_validator(mode="after")
     def _what_uneven_micro_batches_allow(self) -> "ZeroBlock":
-        if self.stage not in (0, 1):
+        if self.stage == 0:
             raise ValueError(
-                f"zero_optimization.stage is {self.stage}, but must be 1 (or 0 without bf16): from stage 2 on every "
-                "backward reduces gradients, and drafter ranks have unequal numbers of them"
+                "zero_optimization.stage is 0, but must be 1: stage 0 has no fp32 masters under bf16 and takes steps "
+                "whose gradient is not finite"
+            )
+        if self.stage != 1:
+            raise ValueError(
+                f"zero_optimization.stage is {self.stage}, but must be 1: from stage 2 on every backward reduces "
+                "gradients, and drafter ranks have unequal numbers of them"
             )
         if self.overlap_comm:
             raise ValueError("zero_optimization.overlap_comm is true, but DeepSpeed offers it from stage 2 on only")
@@ -232,7 +237,7 @@ class DeepSpeedKeys(DeepSpeedBlock):
         strict=True,
         description="micro-batches that each target rank contributes to an update",
     )
-    gradient_clipping: float = Field(default=0.0, ge=0, description="largest gradient norm, 0: no limit")
+    gradient_clipping: float = Field(default=1.0, ge=0, description="largest gradient norm, 0: no limit")
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
     zero_optimization: ZeroBlock = ZeroBlock()
@@ -274,15 +279,6 @@ class DeepSpeedKeys(DeepSpeedBlock):
         return keys
 
     @model_validator(mode="after")
-    def _stage_0_has_no_fp32_accumulation(self) -> "DeepSpeedKeys":
-        if self.bf16.enabled and self.zero_optimization.stage == 0:
-            raise ValueError(
-                "zero_optimization.stage is 0 and bf16.enabled is true, but DeepSpeed accumulates bf16 "
-                "gradients in fp32 from stage 1 on only: set the stage to 1"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _adam_takes_these_params(self) -> "DeepSpeedKeys":
         unknown = sorted(self.optimizer.params.keys() - ADAM_PARAMS)
         if unknown and self.optimizer.type.lower() in ("adam", "adamw"):
@@ -297,14 +293,15 @@ DEEPSPEED_KEYS = frozenset(DeepSpeedKeys.model_fields)
 
 
 def with_defaults(keys: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the user's top-level keys with the three that the trainer always needs filled in.
+    """A copy of the user's top-level keys with those filled in that should not be left to DeepSpeed.
 
-    DeepSpeed's own defaults for them (no optimizer, no number of steps, ZeRO stage 0) do not fit here.
+    Its own defaults (no optimizer, no number of steps, ZeRO stage 0, a clipping that it does not tell) do not fit here.
     """
     zero = keys.get("zero_optimization", {})
     return {
         "optimizer": {"type": "AdamW", "params": {"lr": 6e-4, "weight_decay": 0.0}},
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
         **keys,
         "zero_optimization": {"stage": 1, **zero} if isinstance(zero, dict) else zero,
     }

@@ -6,6 +6,7 @@ scaled by their number.
 """
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -65,7 +66,10 @@ class DrafterEngine:
         self._backwards += 1
 
     def step(self, learning_rate: float) -> float:
-        """One optimizer update over all ranks; returns the norm of the gradient before clipping."""
+        """One optimizer update over all ranks; returns the norm of the gradient before clipping.
+
+        Where that is not finite, nothing has changed (on all ranks alike).
+        """
         if not self._backwards:  # a rank without any weight in this update: the engine wants a backward of everyone
             nothing = sum((parameter.sum() for parameter in self.drafter.parameters()), torch.zeros(()))
             self.engine.backward(nothing * 0.0, scale_wrt_gas=False)
@@ -73,7 +77,7 @@ class DrafterEngine:
             group["lr"] = learning_rate
         self.engine.step()
         self._backwards = 0
-        return float(self.engine.get_global_grad_norm() or 0.0)
+        return math.nan if self.engine.optimizer.overflow else float(self.engine.get_global_grad_norm() or 0.0)
 
     def forget_gradients(self) -> None:
         """Drop what backwards have added since the last step."""

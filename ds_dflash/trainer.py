@@ -1,5 +1,6 @@
 """What a drafter rank does with an update: losses and gradients, the step, checkpoints, figures, validation."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,14 @@ import torch.distributed as dist
 
 from ds_dflash.anchors import Blocks
 from ds_dflash.channel import Delivery
-from ds_dflash.checkpoint import Progress, best_checkpoint, load_checkpoint, replace_progress, save_checkpoint
+from ds_dflash.checkpoint import (
+    Progress,
+    best_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    replace_progress,
+    save_checkpoint,
+)
 from ds_dflash.drafter import DFlashDraftModel
 from ds_dflash.engine import DrafterEngine
 from ds_dflash.errors import UserError
@@ -141,6 +149,7 @@ class Trainer:
         )
         with self.phases("step"):
             grad_norm = self._engine.step(rate)
+        self.progress.note_step(not math.isfinite(grad_norm))
         self.progress.update = update.number
         self.progress.position = position.to_dict()
         self.progress.curve = self._curve.to_json()
@@ -152,11 +161,25 @@ class Trainer:
             "loss_weight": weight,
             "learning_rate": rate,
             "grad_norm": grad_norm,
+            "skipped_updates": self.progress.skipped,
             **self._work_figures(update, waits),
         }
         with self.phases("log"):
             for sink in self._sinks:
                 sink.log(figures)
+        self._give_up_if_skipping(update)
+
+    def _give_up_if_skipping(self, update: Update) -> None:
+        skipped = self.progress.skipped_in_a_row
+        if skipped < self._job.settings.training.max_skipped_updates:
+            return
+        samples = [batch.tolist() for _, batch in update.micro_batches() if len(batch)]
+        raise UserError(
+            f"{skipped} updates in a row had no finite gradient and were skipped (training.max_skipped_updates), the"
+            f" last is {update.number} with the samples {samples} of the training data: lower optimizer.params.lr or"
+            f" look at these rows; the newest checkpoint is"
+            f" {newest_checkpoint(self._directory.checkpoints) or 'none'}."
+        )
 
     def _work_figures(self, update: Update, waits: np.ndarray) -> dict[str, Any]:
         """How much was done and how fast. Waiting times are means over the ranks of a role."""

@@ -12,6 +12,7 @@ from drafters import make_drafter
 from world import world_of_one
 
 from ds_dflash import checkpoint as checkpoint_module
+from ds_dflash import cli
 from ds_dflash.checkpoint import (
     Progress,
     best_checkpoint,
@@ -28,8 +29,8 @@ from ds_dflash.export import read_drafter
 class Engine:
     """Stands in for a DeepSpeed engine of `ranks` ranks."""
 
-    def __init__(self, ranks=1):
-        self.module = make_drafter()
+    def __init__(self, ranks=1, seed=0):
+        self.module = make_drafter(seed=seed)
         self.ranks = ranks
         self.loaded = None
 
@@ -207,6 +208,22 @@ def test_the_best_validated_checkpoint_is_kept_besides_the_newest(tmp_path):
     assert newest_checkpoint(tmp_path) == tmp_path / "step-000006"
     save_checkpoint(Engine(), tmp_path, validated(7, 1.6, progress), keep=1)
     assert names(tmp_path) == ["step-000007"]
+
+
+def test_export_of_a_run_writes_the_best_drafter_else_the_newest(tmp_path):
+    def exported(out):
+        assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / out)]) == 0
+        return (tmp_path / out / "model.safetensors").read_bytes()
+
+    def drafter_of(checkpoint):
+        return (checkpoint / "drafter" / "model.safetensors").read_bytes()
+
+    checkpoints, progress = tmp_path / "run" / "checkpoints", Progress(update=1, position={"epoch": 1})
+    first = save_checkpoint(Engine(seed=1), checkpoints, progress, keep=9)
+    assert exported("newest") == drafter_of(first)
+    best = save_checkpoint(Engine(seed=2), checkpoints, validated(2, 1.4, progress), keep=9)
+    save_checkpoint(Engine(seed=3), checkpoints, validated(3, 1.3, progress), keep=9)
+    assert exported("best") == drafter_of(best) != drafter_of(first)
 
 
 def test_without_validation_or_without_its_checkpoint_there_is_no_best(tmp_path):

@@ -1,6 +1,7 @@
 """Whole runs of launch.sh on tiny targets: topologies, resumes, stops, results. Every rank is a process."""
 
 import collections
+import itertools
 import json
 import os
 import signal
@@ -163,6 +164,30 @@ def test_the_best_drafter_by_validation_is_kept_and_is_the_result_also_after_a_s
         assert (run / "drafter/model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     assert json.loads((stopped / "result.json").read_text()) == result
     assert losses(stopped) == losses(whole)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_updates_without_a_finite_gradient_change_nothing_and_are_counted_and_too_many_end_the_run(
+    config, tmp_path, monkeypatch, precision
+):
+    options = ["training.max_skipped_updates=3", "training.num_epochs=9", "topology.drafter_ranks=2"]
+    options += ["optimizer.params.lr=0.01", "training.save_every=1", "training.keep_checkpoints=99"]
+    options += [f"bf16.enabled={'true' if precision == 'bf16' else 'false'}", "gradient_accumulation_steps=3"]
+    arguments = [part for option in options for part in ("--set", option)]
+    monkeypatch.setenv("POISONED", "[2, 4, 6, 7, 8]")
+    codes = distributed.start(4, config, *arguments, program="tests/poisoned.py").wait(120)
+    assert all(code != 0 for code in codes)
+    run = tmp_path / "runs" / "run"
+    lines = distributed.metrics(run)
+    assert [line["skipped_updates"] for line in lines] == [0, 1, 1, 2, 2, 3, 4, 5]
+    drafters = [load_file(run / f"checkpoints/step-{update:06d}/drafter/model.safetensors") for update in range(1, 8)]
+    same = [
+        all((before[name] == after[name]).all() for name in before) for before, after in itertools.pairwise(drafters)
+    ]
+    assert same == [True, False, True, False, True, True]
+    said = "".join(distributed.output(config, rank) for rank in (2, 3))
+    assert "3 updates in a row had no finite gradient" in said
+    assert "the last is 8 with the samples [[" in said
 
 
 def test_bf16_and_dpace_and_an_initial_drafter_run(config, tmp_path):
