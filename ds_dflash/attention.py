@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from ds_dflash.pieces import multiplies_in_fp32
+
 SCORES_PER_GROUP = 1 << 20
 
 
@@ -94,7 +96,10 @@ def block_attention(
     implementation: "split", "flex" or "dense". Returns [blocks, B, heads, head_dim].
     """
     if implementation == "split":
-        return _SplitAttention.apply(query, context_key, context_value, block_key, block_value, layout, window)
+        tensors = [query, context_key, context_value, block_key, block_value]
+        if multiplies_in_fp32(query.device.type, query.dtype):
+            tensors = [tensor.float() for tensor in tensors]
+        return _SplitAttention.apply(*tensors, layout, window).to(query.dtype)
     form = {"flex": _flex_attention, "dense": _dense_attention}[implementation]
     key = torch.cat([context_key, block_key.flatten(0, 1)])
     value = torch.cat([context_value, block_value.flatten(0, 1)])

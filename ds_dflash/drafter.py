@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotat
 from ds_dflash.attention import BlockLayout, block_attention
 from ds_dflash.config import DrafterSettings
 from ds_dflash.errors import UserError
-from ds_dflash.pieces import MLP, RMSNorm
+from ds_dflash.pieces import MLP, Linear, RMSNorm
 
 LayerContext = tuple[Tensor, Tensor]
 """Keys (normed and rotated) and values of the context in one layer, each [tokens, kv_heads, head_dim]."""
@@ -34,10 +34,10 @@ class DraftAttention(nn.Module):
         self.window = config.sliding_window if is_sliding else None
         query_size = config.num_attention_heads * config.head_dim
         key_size = (config.num_key_value_heads or config.num_attention_heads) * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, query_size)
+        self.k_proj = Linear(config.hidden_size, key_size)
+        self.v_proj = Linear(config.hidden_size, key_size)
+        self.o_proj = Linear(query_size, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
@@ -92,7 +92,7 @@ class DFlashDraftModel(nn.Module):
         self.attention = attention
         self.checkpoints_layers = checkpoints_layers
         taps = len(config.dflash_config["target_layer_ids"])
-        self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(taps * config.hidden_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         layers = [DraftLayer(config, index) for index in range(config.num_hidden_layers)]
         self.layers: Sequence[DraftLayer] = nn.ModuleList(layers)  # type: ignore[assignment]

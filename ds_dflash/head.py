@@ -13,6 +13,8 @@ gradient [rows, H]. On a CPU tiles are small enough to stay in its cache, which 
 import torch
 from torch import Tensor
 
+from ds_dflash.pieces import multiplies_in_fp32
+
 ROWS = 1024
 COLUMNS = {"cpu": 1024, "cuda": 8192}
 
@@ -56,9 +58,11 @@ def _sweep(hidden: Tensor, weight: Tensor, labels: Tensor, needs_gradient: bool)
     label_logit = torch.zeros_like(highest)
     expected = hidden.new_zeros(hidden.shape, dtype=torch.float32)  # sum_v exp(logit_v - highest) W_v
     columns = COLUMNS[hidden.device.type]
+    in_fp32 = multiplies_in_fp32(hidden.device.type, hidden.dtype)
+    factor = hidden.float() if in_fp32 else hidden
     for start in range(0, len(weight), columns):
-        tile = weight[start : start + columns]
-        logits = (hidden @ tile.T).float()
+        tile = weight[start : start + columns].to(factor.dtype)
+        logits = (factor @ tile.T).float()
         column = (labels - start).clamp(0, len(tile) - 1)
         # from the tile, so that the label's logit is rounded as it is in the sum: a sure token then loses nothing
         label_logit = torch.where(column == labels - start, logits.gather(1, column[:, None])[:, 0], label_logit)

@@ -7,7 +7,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from ds_dflash.attention import BlockLayout
 from ds_dflash.drafter import DFlashDraftModel, rotate
-from ds_dflash.pieces import MLP, RMSNorm
+from ds_dflash.pieces import MLP, Linear, RMSNorm
 
 
 def test_first_weights_follow_from_the_seed_alone():
@@ -103,3 +103,21 @@ def test_norm_and_mlp_are_those_of_qwen3_with_their_gradients():
             results.append([output, inputs.grad, *(parameter.grad for parameter in module.parameters())])
         for found, expected in zip(*results, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # norms compute in fp32
+
+
+def test_bf16_matrices_are_multiplied_exactly_and_rounded_once_on_any_cpu():
+    torch.manual_seed(0)
+    linear = Linear(512, 8).bfloat16()
+    states = torch.randn(3, 5, 512).bfloat16().requires_grad_()
+    grad = torch.randn(3, 5, 8).bfloat16()
+    linear(states).backward(grad)
+    exact_states, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (states, linear.weight))
+    output = exact_states @ exact_weight.T
+    output.backward(grad.double())
+    for found, exact in (
+        (linear(states), output),
+        (states.grad, exact_states.grad),
+        (linear.weight.grad, exact_weight.grad),
+    ):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
