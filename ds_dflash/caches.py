@@ -60,9 +60,13 @@ class TargetRows:
         return all(type(layer) in (DynamicLayer, DummyLayer) for layer in self.cache.layers)
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        """The target's logits [rows, tokens, V] for the next tokens `ids` (int64 [rows, tokens]) of every row."""
+        """The target's logits [rows, tokens, V] for the next tokens `ids` (int64 [rows, tokens]) of every row.
+
+        Raises UserError where they are not finite.
+        """
         inputs = self._padding(ids) if min(self.lengths) < max(self.lengths) else {}
         logits = self.target(input_ids=ids, cache=self.cache, use_cache=True, **inputs, **options).logits
+        check_finite(logits, "target")
         self.lengths = [length + ids.shape[1] for length in self.lengths]
         return logits
 
@@ -165,3 +169,12 @@ def _join(layers: Sequence[Any], width: int) -> Any:
 def _align(columns: Tensor, width: int) -> Tensor:
     """[rows, heads, columns, d] with empty columns in front, `width` in all."""
     return pad(columns, (0, 0, width - columns.shape[-2], 0))
+
+
+def check_finite(logits: Tensor, whose: str) -> None:
+    """Raise UserError if logits [..., V] have no finite largest one: nan, an overflow, or nothing but -inf."""
+    if not bool(logits.amax(-1).isfinite().all()):
+        raise UserError(
+            f"The logits of the {whose} are not finite in {str(logits.dtype).removeprefix('torch.')}: choose another"
+            " --dtype, or look for nan in its weights."
+        )

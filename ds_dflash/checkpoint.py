@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 
 from ds_dflash.errors import UserError
 from ds_dflash.export import write_drafter
@@ -53,8 +54,17 @@ class Progress:
     def note_validation(self, acceptance_length: float) -> None:
         """The validation of the present state is done; a state without blocks (nan) is never the best."""
         self.validated = self.update
-        if acceptance_length > (self.best_acceptance_length or 0.0):
+        if acceptance_length >= (self.best_acceptance_length or 0.0):  # of equal ones that which is trained longer
             self.best_update, self.best_acceptance_length = self.update, acceptance_length
+
+    def forget_lost_best(self, directory: Path, warn: bool = False) -> None:
+        """Where the best checkpoint is gone or damaged, later validations shall not compete with it."""
+        if self.best_update is None or is_whole(checkpoint_path(directory, self.best_update)):
+            return
+        if warn:
+            lost = checkpoint_path(directory, self.best_update)
+            print(f"warning: {lost}, the best so far, is not whole: it no longer counts.", file=sys.stderr, flush=True)
+        self.best_update = self.best_acceptance_length = None
 
     def note_step(self, is_skipped: bool) -> None:
         self.skipped += is_skipped
@@ -63,11 +73,17 @@ class Progress:
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":
         try:
-            return cls(**json.loads((checkpoint / "progress.json").read_text()))
-        except (ValueError, TypeError) as error:
+            progress = TypeAdapter(cls).validate_json((checkpoint / "progress.json").read_bytes())
+            bytes.fromhex(progress.random_state)
+            if progress.update < 1 or "epoch" not in progress.position:
+                raise ValueError("it holds no position in the data")
+        except ValueError as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise UserError(
-                f"{checkpoint}/progress.json cannot be used ({error}): remove this checkpoint to go on from the last."
+                f"{checkpoint}/progress.json cannot be used ({reason}): remove this checkpoint, and the one before is"
+                " taken."
             ) from None
+        return progress
 
 
 def save_checkpoint(engine: Any, directory: Path, progress: Progress, keep: int) -> Path:

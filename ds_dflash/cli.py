@@ -68,12 +68,17 @@ def _parser() -> argparse.ArgumentParser:
         "--check", type=Path, metavar="DIR", help="say what is wrong with a drafter that is there; nothing is written"
     )
     export.add_argument(
-        "--target", metavar="DIR", help="the target, or its name on the hub: whether the drafter fits it"
+        "--target",
+        type=not_empty,
+        metavar="DIR",
+        help="the target, or its name on the hub: does the drafter fit it?",
     )
     export.set_defaults(run=run_export)
 
     evaluation = commands.add_parser("evaluate", help="decode prompts with target and drafter")
-    evaluation.add_argument("--target", required=True, metavar="DIR", help="the target, or its name on the hub")
+    evaluation.add_argument(
+        "--target", required=True, type=not_empty, metavar="DIR", help="the target, or its name on the hub"
+    )
     evaluation.add_argument("--drafter", required=True, type=Path, metavar="DIR", help="in the serving format")
     evaluation.add_argument(
         "--prompts", required=True, type=Path, metavar="FILE.jsonl", help="rows of messages, prompt or input_ids"
@@ -105,6 +110,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=Path("ds_config.json"), help="settings file (ds_config.json)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+
+
+def not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
 
 
 def positive_number(text: str) -> int:
@@ -183,7 +194,8 @@ def _drafter_of(source: Path) -> Path:
         return source
     checkpoints = source / "checkpoints"
     is_checkpoint = (source / "manifest.json").exists()
-    checkpoint = source if is_checkpoint else best_checkpoint(checkpoints) or newest_checkpoint(checkpoints)
+    newest = None if is_checkpoint else newest_checkpoint(checkpoints, warn=True)
+    checkpoint = source if is_checkpoint else best_checkpoint(checkpoints) or newest
     if checkpoint is None or not is_whole(checkpoint):
         raise UserError(f"{source} is neither a run with a whole checkpoint nor a whole checkpoint, nor a drafter.")
     return checkpoint / "drafter"

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ds_dflash.attention import BlockLayout
-from ds_dflash.caches import TargetRows, join
+from ds_dflash.caches import TargetRows, check_finite, join
 from ds_dflash.drafter import DFlashDraftModel, LayerContext
 from ds_dflash.sampling import Chooser, Greedy
 from ds_dflash.target import TapRecorder, decoder_layers
@@ -89,7 +89,9 @@ class Drafter:
         block[:, 0] = anchor_tokens
         embeddings = self.embedding[block].to(self.model.norm.weight.dtype)
         hidden = self.model.draft(embeddings, layers, layout)
-        return hidden[:, 1:].to(self.head.dtype) @ self.head.T
+        logits = hidden[:, 1:].to(self.head.dtype) @ self.head.T
+        check_finite(logits, "drafter")
+        return logits
 
 
 def _concatenated(parts: Sequence[LayerContext]) -> LayerContext:

@@ -22,7 +22,7 @@ from ds_dflash.data import PreparedDataset, load_tokenizer, prepare
 from ds_dflash.data.subset import Rows, hold_out
 from ds_dflash.drafter import make_config
 from ds_dflash.errors import UserError
-from ds_dflash.export import read_drafter_config
+from ds_dflash.export import check_fits, read_drafter_config
 from ds_dflash.target import TargetCheckpoint, open_target
 from ds_dflash.topology import Roles
 
@@ -233,7 +233,11 @@ def drafter_config(
     mask_token_id = target.mask_token_id(drafter.mask_token_id, tokenizer)
     config = make_config(drafter, target.text, layer_ids, mask_token_id)
     if drafter.init_from is not None:
-        given = read_drafter_config(Path(drafter.init_from))
+        try:
+            given = read_drafter_config(Path(drafter.init_from))
+            check_fits(given, target, Path(drafter.init_from))
+        except UserError as error:
+            raise UserError(f"drafter.init_from {error}") from None
         _check_same_shape(config, given, drafter.init_from)
         config.rms_norm_eps = given.rms_norm_eps  # a part of what its weights compute, and no setting asks for another
     return config

@@ -64,22 +64,27 @@ class Profiler:
         )
         self._profile.start()
 
-    def update_done(self) -> None:
+    def update_done(self) -> bool:
+        """Whether there is a profile, whose own work (writing the trace takes seconds) is left out of the table."""
         if self._profile is None:
-            return
+            return False
+        started = time.perf_counter()
         self._profile.step()
+        self._started += time.perf_counter() - started
         self._updates += 1
         if not self._updates:
             self._phases.seconds.clear()
             self._started = time.perf_counter()
+        return True
 
     def close(self) -> None:
         """Write and print the table."""
         if self._profile is None or self._directory is None:
             return
+        seconds = time.perf_counter() - self._started
         self._profile.stop()
         if self._updates > 0:
-            text = table(self._name, self._phases.seconds, time.perf_counter() - self._started, self._updates)
+            text = table(self._name, self._phases.seconds, seconds, self._updates)
             (self._directory / f"{self._name}.txt").write_text(text + "\n")
             print(text, flush=True)
 

@@ -21,7 +21,9 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int
     `vocabulary`. Raises UserError naming file and line.
     """
     if not path.is_file():
-        raise UserError(f"{path} does not exist: give a JSONL file of prompts.")
+        raise UserError(
+            f"{path} {'is not a file' if path.exists() else 'does not exist'}: give a JSONL file of prompts."
+        )
     found = 0
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
@@ -35,6 +37,8 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int
             raise UserError(f"{place}: not UTF-8 (byte {error.start}).") from None
         except RowDroppedError as error:
             raise UserError(f"{place}: {error.detail}.") from None
+        except (ValueError, RecursionError) as error:  # a number with thousands of digits, thousands of brackets
+            raise UserError(f"{place}: not JSON that can be read ({error}).") from None
         outside = [token for token in ids if not 0 <= token < vocabulary]
         if outside:
             raise UserError(f"{place}: token id {outside[0]} is outside the target's vocabulary of {vocabulary}.")

@@ -67,14 +67,20 @@ class RunDirectory:
 
     def _result(self) -> dict[str, Any]:
         try:
-            return json.loads((self.path / "result.json").read_text())
+            result = json.loads((self.path / "result.json").read_text())
         except (FileNotFoundError, ValueError):
             return {}
+        return result if isinstance(result, dict) else {}
 
     def open(self, fresh: bool, plan: dict[str, Any]) -> None:
         """Make the directory and write what is known from the start (one rank only); `fresh` moves an old run aside."""
         self._lock()
         if fresh and self.path.exists():
+            start = self._settings.drafter.init_from
+            if start is not None and Path(start).resolve().is_relative_to(self.path.resolve()):
+                raise UserError(
+                    f"drafter.init_from {start} lies in the run that --fresh moves aside: copy it elsewhere first."
+                )
             number = 1
             while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
                 number += 1

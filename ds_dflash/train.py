@@ -88,6 +88,11 @@ def train(settings: Settings, fresh: bool = False) -> None:
     except UserError as error:
         stopper.fail(str(error))
         raise
+    except OSError as error:
+        if isinstance(error, ConnectionError | TimeoutError):  # of peers, not of the disk
+            end_badly(error, rank, stopper)
+        stopper.fail(describe_os_error(error))
+        raise
     except Exception as error:
         end_badly(error, rank, stopper)
     if stopper.requested:
@@ -120,6 +125,7 @@ def run_role(job: Job, topology: Topology, stopper: Stopper, directory: RunDirec
     checkpoint = agree_on_start(job, topology, directory, fresh)
     progress = Progress() if checkpoint is None else Progress.read(checkpoint)
     if checkpoint is not None:
+        progress.forget_lost_best(directory.checkpoints, warn=topology.rank == 0)
         check_same_data(progress, job, directory)
     progress.fingerprint = job.fingerprint
     if topology.role == "target":

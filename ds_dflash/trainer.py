@@ -18,7 +18,6 @@ from ds_dflash.checkpoint import (
     Progress,
     best_checkpoint,
     load_checkpoint,
-    newest_checkpoint,
     replace_progress,
     save_checkpoint,
 )
@@ -125,7 +124,8 @@ class Trainer:
             finished = False
         self._agree(finished)
         self._finish(work.update, weight, sums, waits)
-        self._profiler.update_done()
+        if self._profiler.update_done():
+            self._pace.start()
 
     def _agree(self, finished: bool) -> None:
         """Raise StopRequestedError on all drafter ranks if one of them could not finish."""
@@ -176,9 +176,9 @@ class Trainer:
         samples = [batch.tolist() for _, batch in update.micro_batches() if len(batch)]
         raise UserError(
             f"{skipped} updates in a row had no finite gradient and were skipped (training.max_skipped_updates), the"
-            f" last is {update.number} with the samples {samples} of the training data: lower optimizer.params.lr or"
-            f" look at these rows; the newest checkpoint is"
-            f" {newest_checkpoint(self._directory.checkpoints) or 'none'}."
+            f" last is {update.number} with the samples {samples} of the training data: look at these rows, or start"
+            " again under another run_name with a lower optimizer.params.lr and drafter.init_from set to a checkpoint's"
+            f" drafter in {self._directory.checkpoints}."
         )
 
     def _work_figures(self, update: Update, waits: np.ndarray) -> dict[str, Any]:
@@ -217,6 +217,8 @@ class Trainer:
     @torch.no_grad()
     def validate(self, work: Work, receive: Receive) -> None:
         """One step of a validation pass; its figures are logged after the last one. Raises as `train` does."""
+        if self._sum_over_ranks(float(self._stopper.requested))[0]:
+            raise StopRequestedError
         if self._validation is None:
             self._validation = MetricSums(self._step.objective.block_size, self._topology.device)
         finished = True
@@ -232,7 +234,8 @@ class Trainer:
         if update.is_last:
             figures = self._validation.figures()
             self._validation = None
-            self.progress.note_validation(figures["acceptance_length"])
+            is_sound = math.isfinite(figures["loss"])  # the largest of logits that are all nan is one of them too
+            self.progress.note_validation(figures["acceptance_length"] if is_sound else math.nan)
             if self.progress.best_update is not None:
                 figures["best_update"] = self.progress.best_update
             for sink in self._sinks:
@@ -302,7 +305,8 @@ class Trainer:
             which = f"of update {progress.best_update}, the best with validation acceptance"
             which += f" {progress.best_acceptance_length:.3f}"
         self._directory.write_result(result)
-        print(f"{progress.update} updates done, drafter in {self._directory.drafter} ({which})", flush=True)
+        skipped = f", {progress.skipped} of them skipped" if progress.skipped else ""
+        print(f"{progress.update} updates done{skipped}, drafter in {self._directory.drafter} ({which})", flush=True)
 
     def close(self) -> None:
         self._profiler.close()

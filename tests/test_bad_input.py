@@ -108,6 +108,25 @@ class TestTraining:
         )
         assert_refused(capsys, code, "block_size 4", "6")
 
+    def test_an_initial_drafter_that_is_no_longer_there(self, capsys, config, tmp_path):
+        code = train.main(["--config", str(config), "--set", f"drafter.init_from={tmp_path}/gone"])
+        assert_refused(capsys, code, "drafter.init_from", f"{tmp_path}/gone")
+
+    def test_an_initial_drafter_that_fresh_would_move_away(self, config, tmp_path):
+        run = tmp_path / "runs" / "run"
+        settings = load_settings(config, [f"drafter.init_from={run}/drafter", f"output_dir={tmp_path}/runs"])
+        run.mkdir(parents=True)
+        with pytest.raises(UserError, match="lies in the run that --fresh moves aside"):
+            RunDirectory(settings).open(fresh=True, plan={})
+        assert [path.name for path in run.parent.iterdir() if path.is_dir()] == ["run"]
+
+    @pytest.mark.parametrize("content", ["[]", "3", "not json", "{}"])
+    def test_a_result_that_says_nothing_is_no_result(self, config, tmp_path, content):
+        directory = RunDirectory(load_settings(config, [f"output_dir={tmp_path}/runs"]))
+        directory.path.mkdir(parents=True)
+        write(directory.path / "result.json", content)
+        assert directory.finished_update() is None
+
 
 @pytest.mark.parametrize("drafters", [3, 8])
 def test_more_drafter_ranks_than_ranks(capsys, config, monkeypatch, drafters):
@@ -148,6 +167,13 @@ class TestCommand:
 
     def test_exporting_what_is_no_run(self, capsys, tmp_path):
         assert_refused(capsys, cli.main(["export", str(tmp_path), str(tmp_path / "out")]), "neither a run")
+
+    @pytest.mark.parametrize("command", ["evaluate", "export"])
+    def test_a_target_without_a_name(self, capsys, command):
+        arguments = {"evaluate": ["--drafter", "x", "--prompts", "y"], "export": ["x", "y"]}[command]
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([command, "--target", "", *arguments])
+        assert "it is empty" in capsys.readouterr().err
 
     def test_exporting_over_what_is_there(self, capsys, config, drafter):
         assert_refused(capsys, cli.main(["init", "--config", str(config), str(drafter)]), "exists already")

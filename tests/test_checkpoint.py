@@ -200,7 +200,7 @@ def validated(update, acceptance_length, former=None):
 
 def test_the_best_validated_checkpoint_is_kept_besides_the_newest(tmp_path):
     progress = None
-    for update, acceptance_length in enumerate([1.2, 1.5, 1.1, 1.5, math.nan, 1.4], start=1):
+    for update, acceptance_length in enumerate([1.5, 1.5, 1.1, 1.49, math.nan, 1.4], start=1):
         progress = validated(update, acceptance_length, progress)
         save_checkpoint(Engine(), tmp_path, progress, keep=1)
     assert names(tmp_path) == ["step-000002", "step-000006"]
@@ -246,3 +246,37 @@ def test_what_validation_finds_of_a_saved_state_joins_its_checkpoint(tmp_path):
     assert is_whole(checkpoint)
     assert names(tmp_path) == ["step-000002"]
     assert Progress.read(checkpoint).best_acceptance_length == 1.3
+
+
+def test_a_best_checkpoint_that_is_gone_no_longer_counts(tmp_path, capsys):
+    progress = validated(1, 1.9)
+    checkpoint = save_checkpoint(Engine(), tmp_path, progress, keep=1)
+    progress.forget_lost_best(tmp_path, warn=True)
+    assert (progress.best_update, capsys.readouterr().err) == (1, "")
+    shutil.rmtree(checkpoint)
+    progress.forget_lost_best(tmp_path, warn=True)
+    assert "step-000001, the best so far, is not whole" in capsys.readouterr().err
+    assert validated(2, 1.1, progress).best_update == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[]",
+        "3",
+        '{"update": "x", "position": {"epoch": 1}}',
+        '{"update": 2, "position": []}',
+        '{"update": 2, "position": {}}',
+        '{"update": 2, "position": {"epoch": 1}, "best_update": "x"}',
+        '{"update": 2, "position": {"epoch": 1}, "curve": "x"}',
+        '{"update": 2, "position": {"epoch": 1}, "random_state": "zz"}',
+        '{"update": 2, "position": {"epoch": 1}, "fingerprint": 3}',
+    ],
+)
+def test_a_progress_that_cannot_be_used_is_named_in_one_line(tmp_path, content):
+    checkpoint = save(tmp_path, 2)
+    (checkpoint / "progress.json").write_text(content)
+    with pytest.raises(UserError, match=r"step-000002/progress\.json cannot be used \(.*\): remove") as caught:
+        Progress.read(checkpoint)
+    assert "\n" not in str(caught.value)

@@ -10,6 +10,7 @@ from drafters import drafter_config, make_drafter, sliding
 
 from ds_dflash.attention import BlockLayout
 from ds_dflash.decode import DraftContext, Drafter, Generation, SpeculativeDecoder, compare, greedy
+from ds_dflash.errors import UserError
 
 TAPS = [1, 3]
 MODELS = {
@@ -188,6 +189,20 @@ def test_an_answer_of_one_token_needs_no_draft():
         generation = decoder.generate(prompt, **options)
         assert torch.equal(generation.output_ids, own_output("qwen3")[:10])
         assert len(generation.acceptance_lengths) == 0
+
+
+@pytest.mark.parametrize("broken", ["target", "drafter"])
+def test_logits_that_are_not_finite_are_refused_and_not_called_equal(broken):
+    target = small_targets.build(MODELS["qwen3"], seed=1)
+    model = make_drafter(drafter_for(target))
+    norm = target.model.norm if broken == "target" else model.norm
+    norm.weight.data.fill_(float("nan"))
+    decoder = SpeculativeDecoder(target, Drafter(model, target))
+    with pytest.raises(UserError, match=f"logits of the {broken} are not finite in float32"):
+        decoder.generate(prompt_of(), max_new_tokens=5, stop_ids=())
+    if broken == "target":
+        with pytest.raises(UserError, match="logits of the target"):
+            greedy(target, prompt_of(), max_new_tokens=5, stop_ids=())
 
 
 def test_hooks_are_gone_when_decoding_is_over():

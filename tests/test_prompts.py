@@ -55,6 +55,8 @@ def test_a_line_ends_where_json_says_it_does(tmp_path, tokenizer):
     ("line", "message"),
     [
         (b'{"prompt": "a"', r"line 2, column 15: not JSON"),
+        (b"[" * 100_000, r"line 2: not JSON that can be read"),
+        (b'{"input_ids": [' + b"1" * 5000 + b"]}", r"line 2: not JSON that can be read"),
         (b'{"prompt": "\xff"}', r"line 2: not UTF-8"),
         ([], r"line 2: a prompt is an object with messages, prompt or input_ids"),
         ({"text": "a"}, r"line 2: a prompt is an object with messages, prompt or input_ids"),
