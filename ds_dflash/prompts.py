@@ -21,9 +21,8 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int
     `vocabulary`. Raises UserError naming file and line.
     """
     if not path.is_file():
-        raise UserError(
-            f"{path} {'is not a file' if path.exists() else 'does not exist'}: give a JSONL file of prompts."
-        )
+        state = "is not a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {state}: give a JSONL file of prompts.")
     found = 0
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():

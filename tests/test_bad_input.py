@@ -8,6 +8,9 @@ import pytest
 import tiny
 
 from ds_dflash import cli, train
+from ds_dflash.config import load_settings
+from ds_dflash.errors import UserError
+from ds_dflash.run_directory import RunDirectory
 
 
 @pytest.fixture(scope="module")
