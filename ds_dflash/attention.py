@@ -145,10 +145,13 @@ def _from_kv_head(tensor: Tensor, block_size: int) -> Tensor:
     return grouped.reshape(blocks, block_size, -1, head_dim)
 
 
-def _hide(scores: Tensor, layout: BlockLayout, group: _Group, window: int | None) -> None:
-    """Set the scores [kv_heads, blocks, repeats, B, keys + B] that a slot may not see to -inf, in place."""
+def _hide(context: Tensor, own: Tensor, layout: BlockLayout, group: _Group, window: int | None) -> None:
+    """Set the scores that a slot may not see to -inf, in place.
+
+    context: [kv_heads, blocks, repeats, B, keys]; own: [kv_heads, blocks, repeats, B, B].
+    """
     anchors = layout.anchors[group.blocks]
-    keys = group.keys.stop - group.keys.start
+    keys = context.shape[-1]
     sure = layout.anchor_list[group.blocks.start] - group.first_position if window is None else 0
     if sure < keys:
         positions = torch.arange(group.first_position + sure, group.first_position + keys, device=anchors.device)
@@ -156,34 +159,37 @@ def _hide(scores: Tensor, layout: BlockLayout, group: _Group, window: int | None
         if window is not None:
             oldest = layout.slot_positions[group.blocks] - (window - 1)
             hidden = hidden | (positions < oldest[:, :, None])
-        scores[..., sure:keys].masked_fill_(hidden[:, None], -torch.inf)
+        context[..., sure:].masked_fill_(hidden[:, None], -torch.inf)
     if window is not None:
         slots = torch.arange(layout.block_size, device=anchors.device)
-        scores[..., keys:].masked_fill_(slots > slots[:, None], -torch.inf)
+        own.masked_fill_(slots > slots[:, None], -torch.inf)
 
 
-def _group_scores(
-    query: Tensor,
-    context_key: Tensor,
-    block_key: Tensor,
-    layout: BlockLayout,
-    group: _Group,
-    window: int | None,
-) -> Tensor:
-    """Scaled and masked fp32 scores [kv_heads, blocks, repeats * B, keys + B] of one group.
+def _products(query: Tensor, context: Tensor, own: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Scaled fp32 products [kv_heads, blocks, queries, keys] and [.., B] of what stands in for queries and keys.
 
-    query: [kv_heads, blocks, repeats * B, d], context_key [kv_heads, keys, d], block_key [kv_heads, blocks, B, d].
+    query: [kv_heads, blocks, queries, d], context: [kv_heads, keys, d], own: [kv_heads, blocks, B, d].
     """
-    kv_heads, blocks, queries, head_dim = query.shape
-    context = query.reshape(kv_heads, blocks * queries, head_dim) @ context_key.mT
-    own = query @ block_key.mT
-    scores = torch.cat([context.view(kv_heads, blocks, queries, -1), own], dim=-1).float()
-    scores *= head_dim**-0.5
-    _hide(scores.view(kv_heads, blocks, -1, layout.block_size, scores.shape[-1]), layout, group, window)
-    return scores
+    nothing = query.new_empty(1)
+    with_context = torch.baddbmm(nothing, _flat(query), context.mT, beta=0, alpha=scale)
+    with_own = torch.baddbmm(nothing, query.flatten(0, 1), own.flatten(0, 1).mT, beta=0, alpha=scale)
+    shape = query.shape[:3]
+    return with_context.float().view(*shape, context.shape[1]), with_own.float().view(*shape, own.shape[2])
+
+
+def _scores(
+    query: Tensor, context_key: Tensor, own_key: Tensor, layout: BlockLayout, group: _Group, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """`_products` of queries and keys of one group with -inf where a slot may not see."""
+    context, own = _products(query, context_key, own_key, query.shape[-1] ** -0.5)
+    by_slot = (-1, layout.block_size)
+    _hide(context.unflatten(2, by_slot), own.unflatten(2, by_slot), layout, group, window)
+    return context, own
 
 
 class _SplitAttention(torch.autograd.Function):
+    """Context and own block stay two tensors throughout: joined they would be copied again and again."""
+
     @staticmethod
     def forward(ctx, query, context_key, context_value, block_key, block_value, layout, window):
         kv_heads, heads = context_key.shape[1], query.shape[2]
@@ -194,15 +200,20 @@ class _SplitAttention(torch.autograd.Function):
         log_sum_exp = torch.empty(grouped_query.shape[:3], device=query.device)
         for group in _groups(layout, window, heads):
             blocks = group.blocks
-            scores = _group_scores(
+            context, own = _scores(
                 grouped_query[:, blocks], keys[:, group.keys], own_keys[:, blocks], layout, group, window
             )
-            highest = scores.amax(-1, keepdim=True)
-            scores.sub_(highest).exp_()
-            total = scores.sum(-1, keepdim=True)
+            highest = own.amax(-1, keepdim=True)
+            if context.shape[-1]:
+                highest = torch.maximum(highest, context.amax(-1, keepdim=True))
+            context.sub_(highest).exp_()
+            own.sub_(highest).exp_()
+            total = context.sum(-1, keepdim=True) + own.sum(-1, keepdim=True)
             log_sum_exp[:, blocks] = (highest + total.log())[..., 0]
-            scores /= total
-            output[:, blocks] = _weighted(scores.to(query.dtype), values[:, group.keys], own_values[:, blocks])
+            weighted = _weighted(
+                context.to(query.dtype), own.to(query.dtype), values[:, group.keys], own_values[:, blocks]
+            )
+            output[:, blocks] = weighted / total
         ctx.save_for_backward(grouped_query, context_key, context_value, block_key, block_value, log_sum_exp)
         ctx.layout, ctx.window, ctx.heads = layout, window, heads
         return _from_kv_head(output, layout.block_size)
@@ -210,38 +221,38 @@ class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         query, context_key, context_value, block_key, block_value, log_sum_exp = ctx.saved_tensors
-        layout, window = ctx.layout, ctx.window
+        layout, window, dtype = ctx.layout, ctx.window, ctx.saved_tensors[0].dtype
         keys, values = context_key.transpose(0, 1), context_value.transpose(0, 1)
         own_keys, own_values = block_key.permute(2, 0, 1, 3), block_value.permute(2, 0, 1, 3)
         grad_output = _by_kv_head(grad_output.contiguous(), keys.shape[0])
         grad_query = torch.empty_like(query)
         grad_keys = torch.zeros(keys.shape, device=keys.device)  # fp32: many groups add to one key
         grad_values = torch.zeros(values.shape, device=values.device)
-        grad_own_keys = torch.empty(own_keys.shape, dtype=query.dtype, device=query.device)
+        grad_own_keys = torch.empty(own_keys.shape, dtype=dtype, device=query.device)
         grad_own_values = torch.empty_like(grad_own_keys)
-        scale = query.shape[-1] ** -0.5
         for group in _groups(layout, window, ctx.heads):
-            blocks, context = group.blocks, group.keys
-            seen = context.stop - context.start
+            blocks, seen = group.blocks, group.keys
             group_query, group_grad = query[:, blocks], grad_output[:, blocks]
-            probabilities = _group_scores(group_query, keys[:, context], own_keys[:, blocks], layout, group, window)
-            probabilities.sub_(log_sum_exp[:, blocks, :, None]).exp_()
-            grad_scores = _pair_scores(group_grad, values[:, context], own_values[:, blocks]).float()
-            inner = torch.linalg.vecdot(grad_scores, probabilities)[
-                ..., None
-            ]  # of grad_output and output: none is kept
-            grad_scores.sub_(inner).mul_(probabilities).mul_(scale)
-            probabilities, grad_scores = probabilities.to(query.dtype), grad_scores.to(query.dtype)
-            grad_query[:, blocks] = _weighted(grad_scores, keys[:, context], own_keys[:, blocks])
-            grad_keys[:, context] += _flat(grad_scores[..., :seen]).mT @ _flat(group_query)
-            grad_values[:, context] += _flat(probabilities[..., :seen]).mT @ _flat(group_grad)
-            grad_own_keys[:, blocks] = grad_scores[..., seen:].mT @ group_query
-            grad_own_values[:, blocks] = probabilities[..., seen:].mT @ group_grad
+            context, own = _scores(group_query, keys[:, seen], own_keys[:, blocks], layout, group, window)
+            for scores in (context, own):
+                scores.sub_(log_sum_exp[:, blocks, :, None]).exp_()
+            grad_context, grad_own = _products(group_grad, values[:, seen], own_values[:, blocks])
+            # of the gradient and the output, which was not kept
+            inner = torch.linalg.vecdot(grad_context, context) + torch.linalg.vecdot(grad_own, own)
+            grad_context.sub_(inner[..., None]).mul_(context)
+            grad_own.sub_(inner[..., None]).mul_(own)
+            context, own, grad_context, grad_own = (t.to(dtype) for t in (context, own, grad_context, grad_own))
+            grad_query[:, blocks] = _weighted(grad_context, grad_own, keys[:, seen], own_keys[:, blocks])
+            grad_keys[:, seen] += _flat(grad_context).mT @ _flat(group_query)
+            grad_values[:, seen] += _flat(context).mT @ _flat(group_grad)
+            grad_own_keys[:, blocks] = grad_own.mT @ group_query
+            grad_own_values[:, blocks] = own.mT @ group_grad
+        scale = query.shape[-1] ** -0.5
         return (
-            _from_kv_head(grad_query, layout.block_size),
-            grad_keys.transpose(0, 1).to(query.dtype),
-            grad_values.transpose(0, 1).to(query.dtype),
-            grad_own_keys.permute(1, 2, 0, 3),
+            _from_kv_head(grad_query, layout.block_size).mul_(scale),
+            grad_keys.transpose(0, 1).mul_(scale).to(dtype),
+            grad_values.transpose(0, 1).to(dtype),
+            grad_own_keys.permute(1, 2, 0, 3) * scale,
             grad_own_values.permute(1, 2, 0, 3),
             None,
             None,
@@ -253,17 +264,10 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.flatten(1, 2)
 
 
-def _pair_scores(query: Tensor, context: Tensor, own: Tensor) -> Tensor:
-    """Products of query [kv_heads, blocks, queries, d] with context [kv_heads, keys, d] and own [.., blocks, B, d]."""
-    context_scores = (_flat(query) @ context.mT).view(*query.shape[:3], -1)
-    return torch.cat([context_scores, query @ own.mT], dim=-1)
-
-
-def _weighted(weights: Tensor, context: Tensor, own: Tensor) -> Tensor:
-    """Sum of context [kv_heads, keys, d] and own [kv_heads, blocks, B, d] under weights [.., queries, keys + B]."""
-    keys = context.shape[1]
-    from_context = (_flat(weights[..., :keys]) @ context).view(*weights.shape[:3], -1)
-    return from_context + weights[..., keys:] @ own
+def _weighted(context_weights: Tensor, own_weights: Tensor, context: Tensor, own: Tensor) -> Tensor:
+    """Sum of context [kv_heads, keys, d] and own [kv_heads, blocks, B, d] under weights [.., queries, keys or B]."""
+    from_context = (_flat(context_weights) @ context).view(*context_weights.shape[:3], -1)
+    return from_context + own_weights @ own
 
 
 def _visibility(layout: BlockLayout, window: int | None) -> Callable[[Tensor, Tensor], Tensor]:
