@@ -33,7 +33,7 @@ def run(directory: Path, name: str, ranks: int, depth: int, target: float, draft
         directory / "train.jsonl",
         directory / name,
         batching={"token_budget": 192},
-        training={"num_epochs": 4, "save_every": 0},
+        training={"num_epochs": 3, "save_every": 0},
         topology={"channel_depth": depth},
     )
     settings["gradient_accumulation_steps"] = ROUNDS
@@ -62,7 +62,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         directory = Path(path)
         tiny.write_target(directory / "target")
-        tiny.write_chats(directory / "train.jsonl", rows=64)
+        tiny.write_chats(directory / "train.jsonl", rows=32)
         print(f"{'target : drafter':18}{'depth':>6}{'slower role':>13}{'busy':>8}{'of serial':>11}{'in flight':>24}")
         for target, drafter in ((1, 2), (1, 1), (2, 1)):
             costs = target * options.seconds, drafter * options.seconds

@@ -124,6 +124,7 @@ MAY_CHANGE_ON_RESUME = (
     "training.save_every",
     "training.keep_checkpoints",
     "training.evaluate_every",
+    "training.max_hours",
     "training.max_skipped_updates",
     "training.profile",
     "data.num_proc",

@@ -250,6 +250,9 @@ class TrainingSettings(Section):
     )
     keep_checkpoints: PositiveInt = Field(default=2, description="newest checkpoints that are kept")
     evaluate_every: NonNegativeInt = Field(default=0, description="updates from one validation to the next; 0: never")
+    max_hours: float | None = Field(
+        default=None, gt=0, description="hours after which the job saves and stops, to be gone on with; null: no limit"
+    )
     max_skipped_updates: PositiveInt = Field(
         default=10, description="updates in a row without a finite gradient, each of them skipped, that end the run"
     )

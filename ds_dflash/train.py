@@ -81,7 +81,8 @@ def train(settings: Settings, fresh: bool = False) -> None:
             return
     job = Job.open(settings, roles)
     topology = join(settings, rank)
-    stopper = Stopper(rank, topology.store, exits_alone=topology.role == "target")
+    max_hours = settings.training.max_hours
+    stopper = Stopper(rank, topology.store, exits_alone=topology.role == "target", max_hours=max_hours)
     stopper.start()
     try:
         run_role(job, topology, stopper, directory, fresh)
@@ -90,11 +91,11 @@ def train(settings: Settings, fresh: bool = False) -> None:
         raise
     except OSError as error:
         if isinstance(error, ConnectionError | TimeoutError):  # of peers, not of the disk
-            end_badly(error, rank, stopper)
+            end_badly(error, rank, world_size, stopper)
         stopper.fail(describe_os_error(error))
         raise
     except Exception as error:
-        end_badly(error, rank, stopper)
+        end_badly(error, rank, world_size, stopper)
     if stopper.requested:
         leave(0)
     finish_together(topology, stopper, world_size)
@@ -143,16 +144,18 @@ def check_same_data(progress: Progress, job: Job, directory: RunDirectory) -> No
         ) from None
 
 
-def end_badly(error: Exception, rank: int, stopper: Stopper) -> NoReturn:
+def end_badly(error: Exception, rank: int, world_size: int, stopper: Stopper) -> NoReturn:
     """A target rank that is to stop waits for the save; any other error ends the whole job with its reason."""
     if stopper.requested:  # also where a connection broke because a peer has left on the same stop
         stopper.wait_for_the_end()
-    if isinstance(error, ConnectionError | TimeoutError):
+    if isinstance(error, ConnectionError | TimeoutError) or "imed out" in str(error):
         stopper.wait_for_reason()  # a peer that failed has said why, and this rank ends with that
-        print(f"rank {rank}: {error}", file=sys.stderr)
+        reason = f"{str(error).splitlines()[0]}\n{stopper.ask_where_all_are(world_size)}"
+        print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
+        stopper.fail(reason)
     else:
         traceback.print_exception(error)
-    stopper.fail(f"{type(error).__name__}: {error}")
+        stopper.fail(f"{type(error).__name__}: {error}")
     leave(1)
 
 
@@ -226,7 +229,9 @@ def run_drafter(job: Job, topology: Topology, stopper: Stopper, trainer: Trainer
     finally:
         reader.close()
     trainer.save()
-    if not stopped:
+    if stopped:
+        trainer.say_stopped()
+    else:
         trainer.write_result()
     trainer.close()
     stopper.saved()

@@ -287,6 +287,14 @@ class Trainer:
             replace_progress(self._directory.checkpoints, progress, keep)
         self._last_saved = state
 
+    def say_stopped(self) -> None:
+        if self._topology.drafter == 0:
+            print(
+                f"stopped by {self._stopper.reason} after update {self.progress.update}, which is saved: the same"
+                " command goes on from there",
+                flush=True,
+            )
+
     def write_result(self) -> None:
         """The run's drafter in the serving format: the best by validation acceptance, without validation the last."""
         if self._topology.drafter != 0:

@@ -4,9 +4,11 @@ import collections
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import distributed
@@ -112,6 +114,35 @@ def test_sigterm_on_one_rank_saves_the_last_update_and_all_ranks_exit_with_0(con
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{distributed.metrics(run)[-1]['update']:06d}"
     assert not (run / "drafter").exists()
+
+
+@pytest.mark.parametrize(
+    ("rank", "place"), [(1, "capture"), (2, "learn"), (2, "save")], ids=["target", "drafter", "drafter-saving"]
+)
+def test_a_rank_that_hangs_is_found_on_every_other_rank_with_the_place(config, monkeypatch, rank, place):
+    monkeypatch.setenv("HANGING_RANK", str(rank))
+    monkeypatch.setenv("HANGING_PLACE", place)
+    options = ["topology.timeout_seconds=20", "training.num_epochs=50", "target.sharding=none", "training.save_every=2"]
+    arguments = [part for option in options for part in ("--set", option)]
+    started = time.monotonic()
+    codes = distributed.start(3, config, *arguments, program="tests/hanging.py").wait(120)
+    assert all(code != 0 for code in codes)
+    assert time.monotonic() - started < 110
+    for other in {0, 1, 2} - {rank}:
+        said = distributed.output(config, other)
+        assert re.search(rf"rank {rank}: is in hanging.py:\d+ sleep_for_ever", said), said
+
+
+def test_a_time_limit_stops_like_a_signal_and_the_same_command_goes_on(config, tmp_path):
+    arguments = ["--set", "training.num_epochs=200", "--set", "training.save_every=0"]
+    distributed.run(2, config, *arguments, "--set", "training.max_hours=0.004")
+    run = tmp_path / "runs" / "run"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    done = distributed.metrics(run)[-1]["update"]
+    assert checkpoint.name == f"step-{done:06d}"
+    assert f"stopped by training.max_hours, 0.004 after update {done}" in distributed.output(config, 1)
+    distributed.run(2, config, *arguments, "--set", f"training.max_updates={done + 2}")
+    assert distributed.metrics(run)[-1]["update"] == done + 2
 
 
 def test_a_finished_run_says_so_and_fresh_starts_over(config, tmp_path):
