@@ -221,7 +221,7 @@ class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         query, context_key, context_value, block_key, block_value, log_sum_exp = ctx.saved_tensors
-        layout, window, dtype = ctx.layout, ctx.window, ctx.saved_tensors[0].dtype
+        layout, window, dtype = ctx.layout, ctx.window, query.dtype
         keys, values = context_key.transpose(0, 1), context_value.transpose(0, 1)
         own_keys, own_values = block_key.permute(2, 0, 1, 3), block_value.permute(2, 0, 1, 3)
         grad_output = _by_kv_head(grad_output.contiguous(), keys.shape[0])
