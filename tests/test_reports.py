@@ -107,7 +107,7 @@ def test_15_masters_moments_and_a_step_counter_past_256_are_those_of_fp32_and_su
         engine = engine_of(norms_of_one(), 1e-4, **BF16)
         for number in range(290):
             update(engine, number)
-        checkpoint = save_checkpoint(engine.engine, tmp_path, Progress(update=290), keep=1)
+        checkpoint = save_checkpoint(engine.engine, tmp_path, Progress(update=290, position={"epoch": 0}), keep=1)
         resumed = engine_of(make_drafter(seed=7), 1e-4, **BF16)
         load_checkpoint(resumed.engine, checkpoint)
         assert same(masters(resumed), masters(engine))
