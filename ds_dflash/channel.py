@@ -14,8 +14,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +57,21 @@ class Bridge:
     group: dist.ProcessGroup
     carrier: dist.ProcessGroup
     device: torch.device
+
+    @cached_property
+    def _poster(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="bridge")
+
+    def post(self, operation: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
+        """Start a send or receive, in a thread of the bridge's own.
+
+        gloo takes the state of torch's profiler along from the thread that starts an operation, and the process dies
+        when a trace ends before the operation does: so it starts where nothing is ever traced.
+        """
+        return self._poster.submit(operation, *arguments).result()
+
+    def close(self) -> None:
+        self._poster.shutdown()
 
     @property
     def stages_on_host(self) -> bool:
@@ -140,9 +157,9 @@ class Sender:
         group, carrier = self._bridge.group, self._bridge.carrier
         answer = torch.empty(1, dtype=torch.float64)
         works = [
-            carrier.send([payload.view(torch.uint8)], drafter_rank, PAYLOAD),
-            group.send([header], drafter_rank, HEADER),
-            group.recv([answer], drafter_rank, ACKNOWLEDGEMENT),
+            self._bridge.post(carrier.send, [payload.view(torch.uint8)], drafter_rank, PAYLOAD),
+            self._bridge.post(group.send, [header], drafter_rank, HEADER),
+            self._bridge.post(group.recv, [answer], drafter_rank, ACKNOWLEDGEMENT),
         ]
         self._waiter.add(works, (self._sequence, answer, header, payload))
         self._in_flight += 1
@@ -153,6 +170,7 @@ class Sender:
         while self._in_flight:
             self._take_acknowledgement()
         self._waiter.close()
+        self._bridge.close()
 
     def _take_acknowledgement(self) -> None:
         sequence, answer, *_ = _take(self._waiter, self._stopper, self._timeout, "the drafter to take up a micro-batch")
@@ -215,14 +233,16 @@ class Receiver:
             self._unconfirmed -= 1
         self._acknowledger.close()
         self._waiter.close()
+        self._bridge.close()
 
     def _post(self) -> None:
         while self._next is not None and self._in_flight(self._next.source) < self._depth:
             parcel, self._next = self._next, next(self._parcels, None)
             header = torch.empty(4, dtype=torch.float64)
             payload = self._bridge.buffer(parcel.tokens, self._width, self._dtype)
-            carried = self._bridge.carrier.recv([payload.view(torch.uint8)], parcel.source, PAYLOAD)
-            works = [self._bridge.group.recv([header], parcel.source, HEADER)]
+            bytes_of_it = [payload.view(torch.uint8)]
+            carried = self._bridge.post(self._bridge.carrier.recv, bytes_of_it, parcel.source, PAYLOAD)
+            works = [self._bridge.post(self._bridge.group.recv, [header], parcel.source, HEADER)]
             if self._bridge.stages_on_host:
                 works.append(carried)
             self._waiter.add(works, (header, payload, None if self._bridge.stages_on_host else carried))
@@ -234,7 +254,8 @@ class Receiver:
     def _acknowledge(self, source: int, sequence: float) -> None:
         answer = torch.tensor([sequence], dtype=torch.float64)
         try:
-            self._acknowledger.add([self._bridge.group.send([answer], source, ACKNOWLEDGEMENT)], answer)
+            work = self._bridge.post(self._bridge.group.send, [answer], source, ACKNOWLEDGEMENT)
+            self._acknowledger.add([work], answer)
         except RuntimeError as error:
             raise ConnectionError(f"the connection to rank {source} broke: {str(error).splitlines()[0]}") from None
         self._unconfirmed += 1

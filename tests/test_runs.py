@@ -183,7 +183,7 @@ def test_the_best_drafter_by_validation_is_kept_and_is_the_result_also_after_a_s
     whole, stopped = tmp_path / "runs" / "whole", tmp_path / "runs" / "run"
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     passes = {line["update"]: line["validation/acceptance_length"] for line in lines if "validation/loss" in line}
-    best = max(passes, key=lambda update: (passes[update], -update))
+    best = max(passes, key=lambda update: (passes[update], update))
     assert best < max(passes)  # the rate is high enough for the last not to be the best
     result = json.loads((whole / "result.json").read_text())
     assert (result["drafter_of_update"], result["validation_acceptance_length"]) == (best, passes[best])
