@@ -197,6 +197,26 @@ def test_the_best_drafter_by_validation_is_kept_and_is_the_result_also_after_a_s
     assert losses(stopped) == losses(whole)
 
 
+def test_the_result_is_the_best_drafter_where_that_is_not_the_last(config, tmp_path):
+    options = ["data.validation_fraction=0.2", "training.evaluate_every=2", "training.keep_checkpoints=1"]
+    arguments = [part for option in options for part in ("--set", option)]
+    distributed.run(1, config, *arguments, "--set", "training.max_updates=2")
+    run = tmp_path / "runs" / "run"
+    best = run / "checkpoints" / "step-000002"
+    progress = json.loads((best / "progress.json").read_text())
+    assert progress["best_update"] == 2
+    (best / "progress.json").write_text(json.dumps(progress | {"best_acceptance_length": 3.9}))  # never reached again
+    distributed.run(1, config, *arguments, "--set", "training.max_updates=4")
+    result = json.loads((run / "result.json").read_text())
+    assert (result["updates"], result["drafter_of_update"]) == (4, 2)
+    assert "update 2, the best" in distributed.output(config, 0)
+    last = run / "checkpoints" / "step-000004"
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {best.name, last.name}
+    written = (run / "drafter/model.safetensors").read_bytes()
+    assert written == (best / "drafter/model.safetensors").read_bytes()
+    assert written != (last / "drafter/model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_updates_without_a_finite_gradient_change_nothing_and_are_counted_and_too_many_end_the_run(
     config, tmp_path, monkeypatch, precision
