@@ -1,6 +1,5 @@
-"""Whole runs of launch.sh on tiny targets: topologies, resumes, stops, results. Every rank is a process."""
+"""Whole runs of launch.sh on tiny targets: resumes, stops, results. Every rank is a process."""
 
-import collections
 import itertools
 import json
 import os
@@ -15,6 +14,7 @@ import distributed
 import pytest
 import tiny
 from safetensors.torch import load_file
+from traces import samples_by_epoch
 
 pytestmark = pytest.mark.slow
 ROWS = 48
@@ -40,51 +40,8 @@ def config(inputs, tmp_path) -> Path:
     return path
 
 
-def trace(directory: Path) -> dict[int, tuple[int, list[int]]]:
-    """update -> (epoch, sample ids of all ranks), the last word on each update."""
-    by_rank: dict[tuple[str, int], tuple[int, list[int]]] = {}
-    for file in directory.glob("trace-*.jsonl"):
-        for line in map(json.loads, file.read_text().splitlines()):
-            by_rank[file.name, line["update"]] = line["epoch"], line["samples"]
-    updates: dict[int, tuple[int, list[int]]] = {}
-    for (_, update), (epoch, samples) in sorted(by_rank.items()):
-        updates[update] = epoch, updates.get(update, (epoch, []))[1] + samples
-    return updates
-
-
-def samples_by_epoch(directory: Path) -> dict[int, list[int]]:
-    epochs = collections.defaultdict(list)
-    for epoch, samples in trace(directory).values():
-        epochs[epoch] += samples
-    return {epoch: sorted(samples) for epoch, samples in epochs.items()}
-
-
 def losses(directory: Path) -> list[float]:
     return [line["loss"] for line in distributed.metrics(directory)]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rounds", "arguments"),
-    [
-        pytest.param(1, 6, [], id="colocated"),
-        pytest.param(2, 3, ["--set", "topology.mode=colocated"], id="colocated-2"),
-        pytest.param(2, 6, [], id="1+1"),
-        pytest.param(3, 3, [], id="2+1"),
-        pytest.param(4, 3, ["--set", "topology.drafter_ranks=2"], id="2+2"),
-    ],
-)
-def test_every_topology_sees_each_sample_once_an_epoch_and_gives_the_same_losses(
-    config, tmp_path, inputs, ranks, rounds, arguments
-):
-    distributed.run(ranks, config, "--set", f"gradient_accumulation_steps={rounds}", *arguments, traced=True)
-    assert samples_by_epoch(tmp_path) == {0: list(range(ROWS)), 1: list(range(ROWS))}
-    lines = distributed.metrics(tmp_path / "runs" / "run")
-    assert [line["update"] for line in lines] == list(range(1, lines[-1]["updates_total"] + 1))
-    assert lines[-1]["learning_rate"] == 0.0
-    reference = inputs / "reference.json"
-    if not reference.exists():
-        reference.write_text(json.dumps(losses(tmp_path / "runs" / "run")))
-    assert losses(tmp_path / "runs" / "run") == pytest.approx(json.loads(reference.read_text()), rel=1e-4)
 
 
 def test_a_killed_run_goes_on_with_the_same_samples_and_ends_with_the_same_weights(config, tmp_path):
