@@ -2,7 +2,8 @@
 
 Both sides walk the same plan, so a message says nothing about what it is: a target rank sends its micro-batches in plan
 order, and the drafter posts receives in that order. A target rank may have `depth` micro-batches that are not yet
-acknowledged; the drafter acknowledges one when it takes it up. Memory in flight is bounded by that on both sides.
+acknowledged; the drafter acknowledges one when it takes it up. Memory in flight is bounded by that on both sides, and
+what is received into or staged in is used again: after the first micro-batches nothing is allocated.
 Waiting happens in one thread a side, because a wait inside gloo can neither be interrupted nor given up without
 breaking the connection.
 
@@ -39,7 +40,9 @@ class Parcel:
 
 @dataclass(frozen=True, eq=False)
 class Delivery:
-    """features: [tokens, width] on the drafter's device; seconds that the target waited and worked for it."""
+    """features: [tokens, width] on the drafter's device, valid until the next is received; seconds that the target
+    waited and worked for it.
+    """
 
     features: Tensor
     target_waited: float
@@ -77,11 +80,23 @@ class Bridge:
     def stages_on_host(self) -> bool:
         return self.group is self.carrier
 
-    def buffer(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Room for features where the carrier reads and writes them."""
+    @cached_property
+    def _free(self) -> list[Tensor]:
+        return []
+
+    def take(self, count: int) -> Tensor:
+        """Room for at least `count` bytes (uint8) where the carrier reads and writes; `give_back` it after use."""
+        if not self.stages_on_host:
+            return torch.empty(count, dtype=torch.uint8, device=self.device)
+        room = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
+        if len(room) < count:
+            room = torch.empty(count, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return room
+
+    def give_back(self, room: Tensor) -> None:
+        """Let `take` use the room again; a device's memory is left to torch, which knows what still runs on it."""
         if self.stages_on_host:
-            return torch.empty(tokens, width, dtype=dtype, pin_memory=self.device.type == "cuda")
-        return torch.empty(tokens, width, dtype=dtype, device=self.device)
+            self._free.append(room)
 
 
 class _Waiter:
@@ -152,18 +167,24 @@ class Sender:
             self._take_acknowledgement()
         self._last_sent = time.monotonic()
         header = torch.tensor([self._sequence, len(features), self._last_sent - started, worked], dtype=torch.float64)
-        payload = self._bridge.buffer(len(features), features.shape[1], features.dtype)
-        payload.copy_(features)
+        payload, room = self._stage(features.contiguous().view(torch.uint8).flatten())
         group, carrier = self._bridge.group, self._bridge.carrier
         answer = torch.empty(1, dtype=torch.float64)
         works = [
-            self._bridge.post(carrier.send, [payload.view(torch.uint8)], drafter_rank, PAYLOAD),
+            self._bridge.post(carrier.send, [payload], drafter_rank, PAYLOAD),
             self._bridge.post(group.send, [header], drafter_rank, HEADER),
             self._bridge.post(group.recv, [answer], drafter_rank, ACKNOWLEDGEMENT),
         ]
-        self._waiter.add(works, (self._sequence, answer, header, payload))
+        self._waiter.add(works, (self._sequence, answer, room, header, payload))
         self._in_flight += 1
         self._sequence += 1
+
+    def _stage(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(the bytes where the carrier can read them, the room they were copied to, if they had to be)"""
+        if features.device.type == "cpu" or not self._bridge.stages_on_host:
+            return features, None
+        room = self._bridge.take(len(features))
+        return room[: len(features)].copy_(features), room
 
     def finish(self) -> None:
         """Wait until everything sent is acknowledged; the last call."""
@@ -173,8 +194,11 @@ class Sender:
         self._bridge.close()
 
     def _take_acknowledgement(self) -> None:
-        sequence, answer, *_ = _take(self._waiter, self._stopper, self._timeout, "the drafter to take up a micro-batch")
+        what = "the drafter to take up a micro-batch"
+        sequence, answer, room, *_ = _take(self._waiter, self._stopper, self._timeout, what)
         assert int(answer) == sequence, "acknowledgements out of order"
+        if room is not None:
+            self._bridge.give_back(room)
         self._in_flight -= 1
 
 
@@ -204,27 +228,34 @@ class Receiver:
         self._waiter = _Waiter("features")
         self._posted: deque[Parcel] = deque()
         self._sequences: dict[int, int] = {}
-        self._acknowledgements: deque[tuple[dist.Work, Tensor]] = deque()
         self._acknowledger = _Waiter("sent acknowledgements")
         self._unconfirmed = 0
+        self._lent: Tensor | None = None
 
     def receive(self) -> Delivery:
-        """The next micro-batch. Raises StopRequestedError, TimeoutError, ConnectionError."""
+        """The next micro-batch; the features of the last one are no longer valid.
+
+        Raises StopRequestedError, TimeoutError, ConnectionError.
+        """
+        if self._lent is not None:
+            self._bridge.give_back(self._lent)
+            self._lent = None
         self._post()
         parcel = self._posted[0]
         what = f"features from rank {parcel.source}"
-        header, payload, work = _take(self._waiter, self._stopper, self._timeout, what)
+        header, room, work = _take(self._waiter, self._stopper, self._timeout, what)
         if work is not None:
             work.wait()
         sequence, tokens, waited, worked = header.tolist()
         expected = self._sequences.get(parcel.source, 0)
         assert (sequence, tokens) == (expected, parcel.tokens), "the two roles do not walk the same plan"
         self._sequences[parcel.source] = expected + 1
-        features = payload.to(self._bridge.device, non_blocking=False)
+        features = room[: self._bytes(parcel)].view(self._dtype).view(parcel.tokens, self._width)
+        self._lent = room
         self._posted.popleft()
         self._acknowledge(parcel.source, sequence)
         self._post()
-        return Delivery(features, waited, worked)
+        return Delivery(features.to(self._bridge.device), waited, worked)
 
     def finish(self) -> None:
         """Wait until all acknowledgements are taken; the last call, after the last parcel."""
@@ -239,14 +270,17 @@ class Receiver:
         while self._next is not None and self._in_flight(self._next.source) < self._depth:
             parcel, self._next = self._next, next(self._parcels, None)
             header = torch.empty(4, dtype=torch.float64)
-            payload = self._bridge.buffer(parcel.tokens, self._width, self._dtype)
-            bytes_of_it = [payload.view(torch.uint8)]
-            carried = self._bridge.post(self._bridge.carrier.recv, bytes_of_it, parcel.source, PAYLOAD)
+            room = self._bridge.take(self._bytes(parcel))
+            payload = room[: self._bytes(parcel)]
+            carried = self._bridge.post(self._bridge.carrier.recv, [payload], parcel.source, PAYLOAD)
             works = [self._bridge.post(self._bridge.group.recv, [header], parcel.source, HEADER)]
             if self._bridge.stages_on_host:
                 works.append(carried)
-            self._waiter.add(works, (header, payload, None if self._bridge.stages_on_host else carried))
+            self._waiter.add(works, (header, room, None if self._bridge.stages_on_host else carried))
             self._posted.append(parcel)
+
+    def _bytes(self, parcel: Parcel) -> int:
+        return parcel.tokens * self._width * self._dtype.itemsize
 
     def _in_flight(self, source: int) -> int:
         return sum(parcel.source == source for parcel in self._posted)
