@@ -30,6 +30,11 @@ from ds_dflash.pieces import multiplies_in_fp32
 SCORES_PER_GROUP = 1 << 20
 
 
+def attention_form(device: torch.device) -> str:
+    """The form that a device is best served by."""
+    return "flex" if device.type == "cuda" else "split"
+
+
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
     """Which blocks belong to which row, and where their anchors are.

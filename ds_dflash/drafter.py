@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
 
-from ds_dflash.attention import BlockLayout, block_attention
+from ds_dflash.attention import BlockLayout, attention_form, block_attention
 from ds_dflash.config import DrafterSettings
 from ds_dflash.errors import UserError
 from ds_dflash.pieces import MLP, Linear, RMSNorm
@@ -82,7 +82,7 @@ class DFlashDraftModel(nn.Module):
     """The drafter without embedding and head, which are the target's.
 
     config: a Qwen3Config with `block_size` and `dflash_config` {mask_token_id, target_layer_ids} (`make_config`).
-    attention: the form of `block_attention`; None: "flex" on CUDA, else "split".
+    attention: the form of `block_attention`; None: `attention_form` of the device.
     checkpoints_layers: whether each layer is computed again in the backward, so that only its input is kept.
     """
 
@@ -105,6 +105,13 @@ class DFlashDraftModel(nn.Module):
             if parameter.dim() == 2:
                 parameter.data.normal_(std=self.config.initializer_range, generator=generator)
 
+    def describe(self) -> str:
+        """One line for the log: layers, parameters, number format, form of attention."""
+        weight, parameters = self.norm.weight, sum(parameter.numel() for parameter in self.parameters())
+        dtype, form = str(weight.dtype).removeprefix("torch."), self.attention or attention_form(weight.device)
+        text = f"{len(self.layers)} layers, {parameters / 1e6:,.1f} million parameters, {dtype}, attention {form}"
+        return text + ", layers computed again in the backward" * self.checkpoints_layers
+
     def context(self, target_hidden: Tensor, positions: Tensor) -> list[LayerContext]:
         """What each layer keeps of the context tokens.
 
@@ -118,7 +125,7 @@ class DFlashDraftModel(nn.Module):
     def draft(self, block_embeddings: Tensor, context: Sequence[LayerContext], layout: BlockLayout) -> Tensor:
         """Hidden states [blocks, B, H] after the final norm of block inputs [blocks, B, H]."""
         rotary = self._rotary(layout.slot_positions, block_embeddings.dtype)
-        implementation = self.attention or ("flex" if block_embeddings.is_cuda else "split")
+        implementation = self.attention or attention_form(block_embeddings.device)
         states = block_embeddings
         for layer, layer_context in zip(self.layers, context, strict=True):
             inputs = (states, rotary, layer_context, layout, implementation)

@@ -50,7 +50,7 @@ class TargetSettings(Section):
     )
     attn_implementation: Text | None = Field(
         default=None,
-        description="attention kernel that transformers uses for the target; null: its own choice",
+        description="attention kernel, as transformers names it; null: FlashAttention 2 if installed, else sdpa",
     )
     trust_remote_code: bool = Field(default=False, description="whether code that comes with the target may run")
 

@@ -39,6 +39,7 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 from ds_dflash.accelerator import deepspeed
 from ds_dflash.config import TargetSettings
 from ds_dflash.errors import UserError
+from ds_dflash.kernels import attention_kernel, describe_kernels
 
 RESERVED_MASK_IDS = {"qwen3": 151_669, "qwen3_moe": 151_669, "qwen3_5": 248_070, "qwen3_5_moe": 248_070}
 """Ids inside the embedding that these targets' tokenizers never use, by model type."""
@@ -277,11 +278,19 @@ class Target:
         }
         zero_state = HfDeepSpeedConfig(engine_config)  # while it lives, from_pretrained partitions what it loads
         model = load_layers(checkpoint, settings, max(layer_ids) + 1)
+        engine_config["zero_optimization"] = {**forward_only_keys(model), **zero, "stage": 3}
         engine = deepspeed.initialize(model=model, config=engine_config)[0]
         del zero_state
         unset_hf_deepspeed_config()
         engine.eval()
         return cls(engine, layer_ids, device)
+
+    def describe(self) -> str:
+        """One line for the log: layers, taps, number format, kernels."""
+        model = getattr(self._model, "module", self._model)
+        layers = len(decoder_layers(model))
+        dtype = str(model.dtype).removeprefix("torch.")
+        return f"{layers} layers up to the last tap of {self._layer_ids}, {dtype}, {describe_kernels(model)}"
 
     @torch.no_grad()
     def capture(self, rows: Sequence[np.ndarray]) -> Tensor:
@@ -301,21 +310,38 @@ class Target:
         return features if rows else features[:0]
 
 
+def forward_only_keys(model: nn.Module) -> dict[str, int]:
+    """ZeRO-3 keys for forwards alone: the next layer is gathered while one computes, and nothing is kept for later.
+
+    DeepSpeed's own choices are for training, where a backward soon wants the same layers again.
+    """
+    largest = max(sum(weight.ds_numel for weight in layer.parameters()) for layer in decoder_layers(model))
+    return {
+        "stage3_prefetch_bucket_size": largest,
+        "stage3_max_live_parameters": 3 * largest,
+        "stage3_max_reuse_distance": 0,
+    }
+
+
 def load_layers(checkpoint: TargetCheckpoint, settings: TargetSettings, layers: int) -> nn.Module:
     """The first `layers` decoder layers with embedding and final norm, frozen, from the checkpoint's shards."""
     config = copy.deepcopy(checkpoint.text)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
-    return _load(AutoModel, config, checkpoint, settings)
+    attention = attention_kernel(settings.attn_implementation, config, weights_dtype(checkpoint, settings))
+    return _load(AutoModel, config, checkpoint, settings, attention)
 
 
 def load_whole(checkpoint: TargetCheckpoint, settings: TargetSettings, device: torch.device) -> PreTrainedModel:
     """The whole language model with its head, frozen: for decoding."""
-    return _load(AutoModelForCausalLM, copy.deepcopy(checkpoint.text), checkpoint, settings).to(device).eval()
+    config, attention = copy.deepcopy(checkpoint.text), settings.attn_implementation
+    return _load(AutoModelForCausalLM, config, checkpoint, settings, attention).to(device).eval()
 
 
-def _load(auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, settings: TargetSettings) -> Any:
+def _load(
+    auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, settings: TargetSettings, attention: str | None
+) -> Any:
     checkpoint.check_shards()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the layers above and the head are reported as unexpected keys
@@ -324,7 +350,7 @@ def _load(auto: Any, config: PretrainedConfig, checkpoint: TargetCheckpoint, set
             checkpoint.path,
             config=config,
             dtype=weights_dtype(checkpoint, settings),
-            attn_implementation=settings.attn_implementation,
+            attn_implementation=attention,
             trust_remote_code=settings.trust_remote_code,
             ignore_mismatched_sizes=True,  # reported below, and not as a table
             output_loading_info=True,

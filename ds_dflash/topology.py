@@ -129,6 +129,11 @@ class Topology:
         return cls(rank, roles, plan_rank, drafter, device, timeout, store, bridge, carrier)
 
 
+def ranks(count: int) -> str:
+    """A number of ranks in words."""
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
 def launcher_ranks() -> tuple[int, int, int]:
     """(rank, world size, ranks per node) from the launcher's environment; (0, 1, 1) without a launcher."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -34,7 +34,7 @@ from ds_dflash.read_ahead import ReadAhead
 from ds_dflash.run_directory import RunDirectory
 from ds_dflash.stopping import Stopper, StopRequestedError, leave
 from ds_dflash.target import Target, weights_dtype
-from ds_dflash.topology import Roles, Topology, launcher_ranks
+from ds_dflash.topology import Roles, Topology, launcher_ranks, ranks
 from ds_dflash.trainer import MicroBatch, Trainer
 
 
@@ -294,7 +294,11 @@ def load_target(job: Job, topology: Topology) -> Target:
     if settings.target.sharding == "zero3" and topology.target_world_size > 1:
         keys = settings.deepspeed["zero_optimization"]
         zero = {name: value for name, value in keys.items() if name.startswith("stage3_")}
-    return Target.load(job.target, settings.target, job.layer_ids, topology.device, zero)
+    target = Target.load(job.target, settings.target, job.layer_ids, topology.device, zero)
+    if topology.plan_rank == 0:
+        spread = "whole on each of" if zero is None else "sharded over"
+        print(f"target {spread} {ranks(topology.target_world_size)}: {target.describe()}", flush=True)
+    return target
 
 
 def make_bridge(topology: Topology) -> Bridge:

@@ -33,7 +33,7 @@ from ds_dflash.run_directory import RunDirectory
 from ds_dflash.schedule import ProgressCurve, multiplier
 from ds_dflash.step import DrafterStep
 from ds_dflash.stopping import Stopper, StopRequestedError
-from ds_dflash.topology import Topology
+from ds_dflash.topology import Topology, ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,6 +263,8 @@ class Trainer:
     def start(self) -> None:
         """The clock of the first update starts, once all updates are counted."""
         self._counting.join()
+        if self._topology.drafter == 0:
+            print(f"drafter on {ranks(self._topology.roles.drafters)}: {self._engine.drafter.describe()}", flush=True)
         self._pace.start()
 
     def save_if_due(self) -> None:

@@ -179,6 +179,13 @@ def test_under_zero3_a_rank_holds_half_of_the_layers_up_to_the_last_tap(of_ranks
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", small_targets.KINDS)
+def test_zero3_gathers_a_layer_ahead_and_keeps_nothing_unless_the_settings_say_otherwise(of_ranks, kind):
+    for rank in of_ranks:
+        assert rank[kind]["gathered ahead"] == rank[kind]["largest layer"]
+        assert (rank[kind]["kept for reuse"], rank[kind]["never cut"]) == (0, zero3_ranks.PERSISTENCE)
+
+
 @pytest.mark.parametrize("kind", zero3_ranks.BUILD_DRAFTER)
 def test_a_drafter_built_beside_a_zero3_target_is_whole_and_learns(saved, of_ranks, kind):
     """Report 22: a second model built under ZeRO-3's global state came out with empty parameters, and embedding and

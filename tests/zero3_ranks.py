@@ -15,7 +15,7 @@ import small_targets
 import torch
 
 from ds_dflash.sections import TopologySettings
-from ds_dflash.target import Target, open_target
+from ds_dflash.target import Target, decoder_layers, open_target
 from ds_dflash.topology import Topology
 
 LAYER_IDS = [1, 3]
@@ -25,14 +25,17 @@ MICRO_BATCHES = [[ROWS, ROWS[1:2]], [learning.random_rows(12, 5, seed=2), []]]
 
 BUILD_DRAFTER = ["qwen3", "llama_tied", "hybrid"]
 
-ZERO = {"stage3_param_persistence_threshold": 0}  # else tensors as small as these are whole on every rank
+PERSISTENCE = 0  # else tensors as small as these are whole on every rank
+ZERO = {"stage3_param_persistence_threshold": PERSISTENCE}
 
 
 def results(directory: Path, topology: Topology) -> dict[str, Any]:
     settings = learning.target_settings(directory, sharding="zero3")
     checkpoint = open_target(settings)
     target = Target.load(checkpoint, settings, LAYER_IDS, topology.device, ZERO)
-    parameters = dict(target._model.module.named_parameters())
+    engine = target._model
+    parameters = dict(engine.module.named_parameters())
+    layers = [sum(weight.ds_numel for weight in layer.parameters()) for layer in decoder_layers(engine.module)]
     micro_batches = MICRO_BATCHES[topology.rank]
     captured = [target.capture(rows) for rows in micro_batches]
     return {
@@ -41,6 +44,10 @@ def results(directory: Path, topology: Topology) -> dict[str, Any]:
         "names": list(parameters),
         "held": sum(parameter.ds_tensor.numel() for parameter in parameters.values()),
         "whole": sum(parameter.ds_numel for parameter in parameters.values()),
+        "largest layer": max(layers),
+        "gathered ahead": engine.zero_prefetch_bucket_size(),
+        "kept for reuse": engine.zero_max_reuse_distance(),
+        "never cut": engine.zero_param_persistence_threshold(),
     }
 
 
