@@ -3,19 +3,22 @@
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from drafters import make_drafter
 from world import world_of_one
 
-from ds_dflash import checkpoint as checkpoint_module
 from ds_dflash import cli
 from ds_dflash.checkpoint import (
     Progress,
     best_checkpoint,
+    checkpoint_to_resume,
+    directory,
     is_whole,
     load_checkpoint,
     newest_checkpoint,
@@ -31,6 +34,7 @@ class Engine:
 
     def __init__(self, ranks=1, seed=0):
         self.module = make_drafter(seed=seed)
+        self.optimizer = SimpleNamespace(param_groups=[])
         self.ranks = ranks
         self.loaded = None
 
@@ -38,11 +42,13 @@ class Engine:
         assert not save_latest
         (Path(directory) / tag).mkdir()
         for rank in range(self.ranks):
-            torch.save({"rank": rank}, Path(directory) / tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+            file = Path(directory) / tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            self.checkpoint_engine.save({"rank": rank, "tensor": torch.arange(500.0)}, str(file))
 
     def load_checkpoint(self, directory, tag, load_lr_scheduler_states):
-        self.loaded = Path(directory) / tag
-        return str(self.loaded), {}
+        file = Path(directory) / tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        self.loaded = self.checkpoint_engine.load(str(file))
+        return str(file), {}
 
 
 class DyingEngine(Engine):
@@ -93,13 +99,17 @@ def test_loading_brings_back_the_engine_and_the_random_state(tmp_path):
     checkpoint, expected, engine = save(tmp_path, 3), torch.rand(4), Engine()
     load_checkpoint(engine, checkpoint)
     assert torch.equal(torch.rand(4), expected)
-    assert engine.loaded == checkpoint / "engine"
+    assert engine.loaded["rank"] == 0
+    assert torch.equal(engine.loaded["tensor"], torch.arange(500.0))
 
 
-def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_both_numbers(tmp_path):
+def test_another_number_of_ranks_that_cannot_be_cut_anew_is_refused_with_both_numbers(tmp_path):
     checkpoint = save(tmp_path, 3, engine=Engine(ranks=4))
-    with pytest.raises(UserError, match=r"saved by 4 drafter ranks and this run has 1"):
+    with pytest.raises(
+        UserError, match=r"saved by 4 drafter ranks .* for 1 \(there is no .*\): resume with 4"
+    ) as caught:
         load_checkpoint(Engine(), checkpoint)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("moment", ["engine", "drafter", "manifest", "rename"])
@@ -109,9 +119,9 @@ def test_a_save_that_is_cut_short_leaves_the_former_checkpoint_the_newest(tmp_pa
 
     former = save(tmp_path, 1, keep=1)
     if moment == "drafter":
-        monkeypatch.setattr(checkpoint_module, "write_drafter", stop)
+        monkeypatch.setattr(directory, "write_drafter", stop)
     if moment == "manifest":
-        monkeypatch.setattr(checkpoint_module, "_synchronise", stop)
+        monkeypatch.setattr(directory, "_synchronise", stop)
     if moment == "rename":
         rename = os.rename
         monkeypatch.setattr(os, "rename", lambda old, new: (stop if new.name == "step-000002" else rename)(old, new))
@@ -149,6 +159,7 @@ def cut(file):
         lambda checkpoint: cut(checkpoint / "progress.json"),
         lambda checkpoint: shutil.rmtree(checkpoint / "engine"),
         lambda checkpoint: [path.unlink() for path in (checkpoint / "engine").iterdir()],
+        lambda checkpoint: cut(next((checkpoint / "engine").iterdir())),
     ],
     ids=[
         "shorter",
@@ -159,6 +170,7 @@ def cut(file):
         "progress_cut",
         "no_engine",
         "engine_empty",
+        "shard_shorter",
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
@@ -169,6 +181,53 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
     damage(former)
     with pytest.raises(UserError, match="None of the 2 checkpoints"):
         newest_checkpoint(tmp_path)
+
+
+def change_a_tensor(checkpoint):
+    """Other bytes, same size."""
+    file = next((checkpoint / "engine").iterdir())
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.arange(200.0, 208.0).numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (
+            lambda checkpoint: cut(checkpoint / "drafter/model.safetensors"),
+            r"model\.safetensors has \d+ bytes, not \d+",
+        ),
+        (lambda checkpoint: next((checkpoint / "engine").iterdir()).unlink(), r"engine/zero\S+ is missing"),
+        (change_a_tensor, r"other bytes than were written in engine/zero\S+optim_states\.pt"),
+    ],
+    ids=["shorter", "missing", "changed"],
+)
+def test_a_damaged_newest_checkpoint_is_named_with_its_damage_and_the_one_before_is_resumed(
+    tmp_path, capsys, damage, reason
+):
+    former, newest = save(tmp_path, 1), save(tmp_path, 2)
+    assert checkpoint_to_resume(tmp_path) == newest
+    assert capsys.readouterr().err == ""
+    damage(newest)
+    assert checkpoint_to_resume(tmp_path) == former
+    warning = capsys.readouterr().err
+    assert re.search(rf"warning: \S+step-000002 is not whole \(.*{reason}\): \S+step-000001 is taken", warning), warning
+    assert newest_checkpoint(tmp_path) == former  # nor is it the newest for whoever does not read it
+    damage(former)
+    with pytest.raises(UserError, match=rf"None of the 2 checkpoints .* \(step-000002: .*{reason}\)"):
+        checkpoint_to_resume(tmp_path)
+    assert save(tmp_path, 2) == checkpoint_to_resume(tmp_path)
+
+
+def test_a_changed_checkpoint_neither_counts_as_kept_nor_prunes_others(tmp_path):
+    for update in (1, 2, 3):
+        save(tmp_path, update)
+    change_a_tensor(tmp_path / "step-000003")
+    assert checkpoint_to_resume(tmp_path) == tmp_path / "step-000002"
+    (tmp_path / "step-000002").rename(tmp_path / "elsewhere")
+    save(tmp_path, 2, keep=1)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-000002"
 
 
 def test_only_the_newest_are_kept(tmp_path):
