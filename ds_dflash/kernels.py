@@ -5,7 +5,6 @@ asked to. Neither is verified on a GPU.
 """
 
 import torch
-from torch import nn
 from transformers import MODEL_MAPPING, PretrainedConfig
 from transformers.utils import (
     is_causal_conv1d_available,
@@ -25,9 +24,8 @@ def attention_kernel(asked: str | None, config: PretrainedConfig, dtype: torch.d
     return "flash_attention_2" if getattr(model, "_supports_flash_attn", False) else None
 
 
-def describe_kernels(model: nn.Module) -> str:
-    """What a loaded target attends with, and what is missing if that is slow."""
-    config = model.config
+def describe_kernels(config: PretrainedConfig) -> str:
+    """What a loaded target attends with, by its config, and what is missing if that is slow."""
     text = f"attention {config._attn_implementation}"
     if "linear_attention" not in (getattr(config, "layer_types", None) or []):
         return text

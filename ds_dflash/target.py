@@ -287,10 +287,10 @@ class Target:
 
     def describe(self) -> str:
         """One line for the log: layers, taps, number format, kernels."""
-        model = getattr(self._model, "module", self._model)
+        model: Any = getattr(self._model, "module", self._model)
         layers = len(decoder_layers(model))
         dtype = str(model.dtype).removeprefix("torch.")
-        return f"{layers} layers up to the last tap of {self._layer_ids}, {dtype}, {describe_kernels(model)}"
+        return f"{layers} layers up to the last tap of {self._layer_ids}, {dtype}, {describe_kernels(model.config)}"
 
     @torch.no_grad()
     def capture(self, rows: Sequence[np.ndarray]) -> Tensor:
@@ -315,7 +315,8 @@ def forward_only_keys(model: nn.Module) -> dict[str, int]:
 
     DeepSpeed's own choices are for training, where a backward soon wants the same layers again.
     """
-    largest = max(sum(weight.ds_numel for weight in layer.parameters()) for layer in decoder_layers(model))
+    weights = [layer.parameters() for layer in decoder_layers(model)]
+    largest = max(sum(weight.ds_numel for weight in of_layer) for of_layer in weights)  # type: ignore[attr-defined]
     return {
         "stage3_prefetch_bucket_size": largest,
         "stage3_max_live_parameters": 3 * largest,

@@ -15,8 +15,8 @@ def has_flash_attention(monkeypatch):
     monkeypatch.setattr(kernels, "is_flash_attn_2_available", lambda: True)
 
 
-def model_with(**config):
-    return SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", **config))
+def loaded(**config):
+    return SimpleNamespace(_attn_implementation="sdpa", **config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -43,7 +43,7 @@ def test_without_flash_attention_the_choice_is_left_to_transformers(monkeypatch)
 def test_the_log_names_the_kernels_of_linear_attention_where_there_is_some(monkeypatch, is_there):
     monkeypatch.setattr(kernels, "is_flash_linear_attention_available", lambda: is_there)
     monkeypatch.setattr(kernels, "is_causal_conv1d_available", lambda: is_there)
-    said = kernels.describe_kernels(model_with(layer_types=["linear_attention", "full_attention"]))
+    said = kernels.describe_kernels(loaded(layer_types=["linear_attention", "full_attention"]))
     assert ("plain torch" in said, "on GPUs install" in said) == (not is_there, not is_there)
-    assert kernels.describe_kernels(model_with(layer_types=["full_attention"])) == "attention sdpa"
-    assert kernels.describe_kernels(model_with()) == "attention sdpa"
+    assert kernels.describe_kernels(loaded(layer_types=["full_attention"])) == "attention sdpa"
+    assert kernels.describe_kernels(loaded()) == "attention sdpa"
