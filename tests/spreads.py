@@ -10,7 +10,6 @@ from pathlib import Path
 import distributed
 import tiny
 import torch
-from safetensors.torch import load_file
 from traces import samples_by_epoch
 
 from ds_dflash.checkpoint import Progress
@@ -19,7 +18,7 @@ from ds_dflash.job import Job
 from ds_dflash.topology import Roles
 
 MICRO_BATCHES = 6
-ROWS, EPOCHS = 9, 20
+ROWS, EPOCHS = 9, 15
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,7 @@ class Outcome:
 
 
 def write_inputs(directory: Path) -> Path:
-    """A target, chats and settings.
-
-    The budget is such that the chats of some epochs make 12 micro-batches, of up to 3 of them, and those of others 17
-    of one chat each and an empty one.
-    """
+    """A target and chats."""
     tiny.write_target(directory / "target")
     tiny.write_chats(directory / "train.jsonl", ROWS)
     return directory
@@ -80,19 +75,27 @@ def train(spread: Spread, inputs: Path, directory: Path) -> Outcome:
         spread.ranks, config, *spread.arguments, ranks_per_node=spread.ranks_per_node, traced=True, timeout=300
     )
     run = directory / "runs" / "run"
-    return Outcome(
-        distributed.metrics(run), load_file(run / "drafter" / "model.safetensors"), samples_by_epoch(directory)
-    )
+    return Outcome(distributed.metrics(run), last_weights(run), samples_by_epoch(directory))
+
+
+def last_weights(run: Path) -> dict[str, torch.Tensor]:
+    """The fp32 weights of a run's last checkpoint: those of its drafter/ are rounded to bf16."""
+    *_, last = sorted((run / "checkpoints").glob("step-*"))
+    return torch.load(last / "engine" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
 
 
 def write_config(inputs: Path, directory: Path) -> Path:
-    """ds_config.json in a directory of the run's own; the prepared data are shared."""
+    """ds_config.json in a directory of the run's own; the prepared data are shared.
+
+    The budget is such that the chats of some epochs make one update of micro-batches of one or two chats, and those of
+    others two updates of one chat a micro-batch, three of them empty.
+    """
     content = tiny.settings(
         inputs / "target",
         inputs / "train.jsonl",
         directory / "runs",
         data={"cache_dir": str(inputs / "cache")},
-        batching={"token_budget": 224, "grouping": "shuffled"},
+        batching={"token_budget": 132, "grouping": "shuffled"},
         training={"num_epochs": EPOCHS, "save_every": 0},
     )
     config = directory / "config.json"

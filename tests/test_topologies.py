@@ -43,8 +43,7 @@ def test_every_topology_gives_the_losses_gradients_and_weights_of_one_rank(input
 
 
 def check_whole(outcome: Outcome) -> None:
-    everything = list(range(spreads.ROWS))
-    assert outcome.samples == dict.fromkeys(range(spreads.EPOCHS), everything)
+    assert outcome.samples == {epoch: list(range(spreads.ROWS)) for epoch in range(spreads.EPOCHS)}
     last = outcome.lines[-1]
     assert [line["update"] for line in outcome.lines] == list(range(1, last["updates_total"] + 1))
     assert last["learning_rate"] == 0.0
