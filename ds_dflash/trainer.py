@@ -265,6 +265,8 @@ class Trainer:
         self._counting.join()
         if self._topology.drafter == 0:
             print(f"drafter on {ranks(self._topology.roles.drafters)}: {self._engine.drafter.describe()}", flush=True)
+            if self._job.validation is not None and not self._job.settings.training.evaluate_every:
+                print("note: the validation data are not used, since training.evaluate_every is 0", flush=True)
         self._pace.start()
 
     def save_if_due(self) -> None:

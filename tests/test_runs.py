@@ -115,6 +115,7 @@ def test_a_finished_run_says_so_and_fresh_starts_over(config, tmp_path):
 def test_a_run_learns_and_validates_without_disturbing_the_losses(config, tmp_path):
     held_out = ["--set", "data.validation_fraction=0.2"]
     distributed.run(1, config, *held_out, "--set", "run_name=plain")
+    assert "the validation data are not used" in distributed.output(config, 0)
     distributed.run(2, config, *held_out, "--set", "training.evaluate_every=2", "--set", "training.profile=true")
     run = tmp_path / "runs" / "run"
     validations = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
