@@ -9,11 +9,15 @@ import math
 import netrc
 import os
 import secrets
+import shutil
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +30,9 @@ from ds_dflash.errors import UserError
 
 STRATA = 24
 LOSS, WEIGHT, BLOCKS, ACCEPTED, SLOTS = range(5)
+
+INIT_SECONDS, FINISH_SECONDS, CLOSE_SECONDS = 10, 10, 20
+"""What W&B may take to answer at first, to take the last figures, and at the end of training altogether."""
 
 
 class BlockFigures(Protocol):
@@ -135,38 +142,143 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 class WandbRun:
-    """A W&B run with `update` as its step axis: online when a key is there, else offline (`wandb sync` later)."""
+    """A W&B run with `update` as its step axis: online when a key is there and W&B answers, else offline.
+
+    metrics.jsonl is the journal, and a thread hands W&B what it lacks of it: `log` never waits, and neither a dead nor
+    a slow W&B holds up training. Every line of the journal has a step of its own there, 2 * update, and one more for
+    validation. Online, a run that goes on is asked for its last step: what W&B has is not logged again, and what it
+    never got, because a process was killed or W&B did not answer, follows from the journal. Offline runs cannot be
+    resumed (wandb 0.31 uploads each run directory from step 0), so each start writes one that is complete from the
+    journal, under the same run id, and removes those of earlier starts, which it contains.
+
+    Raises UserError where W&B's files cannot be written.
+    """
 
     def __init__(
         self, block: dict[str, Any], directory: Path, name: str, config: dict[str, Any], run_id: str | None
     ) -> None:
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-        self.run_id = run_id or secrets.token_hex(4)
-        options: dict[str, Any] = {
-            "mode": mode,
+        self._journal = directory / "metrics.jsonl"
+        self._files = directory / "wandb"
+        _check_writable(self._files)
+        self.run_id = run_id or _last_run_id(self._files) or secrets.token_hex(4)
+        self._options: dict[str, Any] = {
             "project": block.get("project", "ds_dflash"),
             "entity": block.get("team"),
             "group": block.get("group"),
             "name": name,
             "id": self.run_id,
-            "resume": "allow" if mode == "online" else None,
             "dir": str(directory),
             "config": config,
-            "settings": wandb.Settings(silent=True, console="off"),
         }
-        try:
-            self._run = wandb.init(**options)
-        except wandb.errors.Error as error:
-            print(f"W&B does not answer ({error}): this run is logged offline.", file=sys.stderr)
-            self._run = wandb.init(**{**options, "mode": "offline", "resume": None})
-        self._run.define_metric("update")
-        self._run.define_metric("*", step_metric="update")
+        self._news, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="wandb", daemon=True)
+        self._thread.start()
 
     def log(self, figures: dict[str, Any]) -> None:
-        self._run.log(figures)
+        """Say that the journal has these figures."""
+        self._news.set()
 
     def close(self) -> None:
-        self._run.finish()
+        """Wait until W&B has all, for a bounded time."""
+        self._closing.set()
+        self._news.set()
+        self._thread.join(timeout=CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._say(f"W&B does not come to an end: what it lacks is in {self._journal}")
+
+    def _follow(self) -> None:
+        try:
+            run = self._start()
+            run.define_metric("update")
+            run.define_metric("*", step_metric="update")
+            files = Path(run.dir).parent
+            with self._journal.open("rb") as journal:
+                self._remove_earlier(files, journal)
+                self._feed(run, journal)
+            self._finish(run, files)
+        except Exception as error:  # whatever it is, training goes on without W&B
+            self._say(f"W&B is off ({_first_line(error)}): the figures are in {self._journal}")
+
+    def _start(self) -> wandb.Run:
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=INIT_SECONDS,
+            finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
+        )
+        options = self._options | {"settings": settings, "mode": mode}
+        if mode != "online":
+            return wandb.init(**options)
+        try:
+            return wandb.init(**options, resume="allow")
+        except (wandb.Error, OSError) as error:
+            self._say(f"W&B does not answer ({_first_line(error)}): logged offline, see `wandb sync {self._files}`")
+        wandb.teardown()  # or the run's id stays in use
+        return wandb.init(**options | {"mode": "offline"})
+
+    def _remove_earlier(self, present: Path, journal: BinaryIO) -> None:
+        """Offline runs of earlier starts, unless the journal lacks its beginning."""
+        first = next(_new_lines(journal), None)
+        journal.seek(0)
+        if first is not None and first["update"] > 1:
+            return
+        for directory in self._files.glob(f"offline-run-*-{self.run_id}*"):
+            if directory != present:
+                shutil.rmtree(directory)
+
+    def _feed(self, run: wandb.Run, journal: BinaryIO) -> None:
+        """Log what the journal has and W&B lacks, until the end of training."""
+        while True:
+            ends = self._closing.is_set()  # asked first: what was written before is then read
+            for line in _new_lines(journal):
+                step = 2 * line["update"] + ("validation/loss" in line)
+                if step >= run.starting_step:
+                    run.log({name: value for name, value in line.items() if value is not None}, step=step, commit=True)
+            if ends:
+                return
+            self._news.wait()
+            self._news.clear()
+
+    def _finish(self, run: wandb.Run, files: Path) -> None:
+        try:
+            run.finish()
+        except TimeoutError:
+            self._say(f"W&B has not taken all figures within {FINISH_SECONDS} s: `wandb sync {files}` sends them")
+        wandb.teardown()  # its process writes the last points when it ends
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _new_lines(journal: BinaryIO) -> Iterator[dict[str, Any]]:
+    """The whole lines from where the journal stands; one that is still being written is left for the next time."""
+    while (line := journal.readline()).endswith(b"\n"):
+        yield json.loads(line)
+    journal.seek(-len(line), os.SEEK_CUR)
+
+
+def _check_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{directory} cannot hold W&B's files ({error.strerror}): make it a directory that can be written to, or"
+            " set wandb.enabled to false."
+        ) from None
+
+
+def _last_run_id(directory: Path) -> str | None:
+    """The id in the name of the newest run directory, run-TIME-ID or offline-run-TIME-ID; -1 may follow."""
+    names = [path.name.removeprefix("offline-").split("-") for path in directory.glob("*run-*-*")]
+    return max(names)[2] if names else None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _has_wandb_key() -> bool:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,10 +61,13 @@ def start(
     ranks_per_node: int | None = None,
     program: str = "launch.sh",
     traced: bool = False,
+    fork: Callable | None = None,
+    **variables: str,
 ) -> Ranks:
     """Start a program of the repository on `ranks` ranks; output goes to rank-N.log beside the config.
 
-    `traced`: launch.sh with traces in trace-N.jsonl.
+    `traced`: launch.sh with traces in trace-N.jsonl. `fork`: makes the processes in place of the program, from
+    environment, directory, log file and arguments (`forks.fork`). `variables`: of the environment.
     """
     port, per_node = free_port(), ranks_per_node or ranks
     processes = []
@@ -78,15 +82,20 @@ def start(
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "TRACE_DIRECTORY": str(config.parent),
-            "WANDB_MODE": "offline",
+            "WANDB_MODE": os.environ.get("WANDB_MODE", "offline"),
             "PYTHONPATH": str(REPOSITORY),
+            **variables,
         }
-        file = REPOSITORY / ("tests/traced.py" if traced else program)
-        command = [sys.executable, "-u", str(file), "--config", str(config), *arguments]
-        log = (config.parent / f"rank-{rank}.log").open("w")
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=config.parent)
-        )
+        log = config.parent / f"rank-{rank}.log"
+        if fork is not None:
+            processes.append(fork(environment, config.parent, log, ["--config", str(config), *arguments]))
+            continue
+        script = REPOSITORY / ("tests/traced.py" if traced else program)
+        command = [sys.executable, "-u", str(script), "--config", str(config), *arguments]
+        with log.open("w") as file:
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=config.parent)
+            )
     return Ranks(processes)
 
 
