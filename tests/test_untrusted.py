@@ -67,7 +67,7 @@ def test_a_changed_byte_is_found_or_changes_nothing_that_is_read(tmp_path):
     state = {"tensor": torch.arange(40.0), "step": 7, "name": "drafter"}
     write(state, tmp_path / "file.pt")
     content, found = (tmp_path / "file.pt").read_bytes(), 0
-    for place in range(len(content)):
+    for place in range(0, len(content), 5):
         changed = bytearray(content)
         changed[place] ^= 0x24
         (tmp_path / "file.pt").write_bytes(changed)
@@ -78,7 +78,7 @@ def test_a_changed_byte_is_found_or_changes_nothing_that_is_read(tmp_path):
         assert got is None or (
             torch.equal(got.pop("tensor"), state["tensor"]) and got == {"step": 7, "name": "drafter"}
         )
-    assert found > len(content) / 4
+    assert found > len(content) / 5 / 4
     (tmp_path / "file.pt").write_bytes(content)
     assert damaged_files(tmp_path) == []
 

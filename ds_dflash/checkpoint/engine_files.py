@@ -34,7 +34,7 @@ ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
 
 READ_BYTES = 1 << 20
 
-NOT_A_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError)
+UNREADABLE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, OSError)
 """What zipfile raises over changed bytes: wrong sums and places, names in no encoding, kinds that it cannot read."""
 
 
@@ -141,7 +141,7 @@ def damaged_files(directory: Path) -> list[Path]:
         try:
             with zipfile.ZipFile(path) as archive:
                 records += [(path, name) for name in archive.namelist()]
-        except NOT_A_ZIP:
+        except UNREADABLE:
             damaged.add(path)
     with ThreadPoolExecutor() as pool:  # a tensor each; zlib leaves other threads the interpreter
         sound = pool.map(_is_sound, *zip(*records, strict=True)) if records else []
@@ -154,7 +154,7 @@ def _is_sound(path: Path, name: str) -> bool:
         with zipfile.ZipFile(path) as archive, archive.open(name) as record:
             while record.read(READ_BYTES):
                 pass
-    except NOT_A_ZIP:
+    except UNREADABLE:
         return False
     return True
 
