@@ -25,7 +25,7 @@ import transformers
 import ds_dflash.accelerator  # noqa: F401  before anything imports DeepSpeed
 from ds_dflash.batching import check_fingerprint
 from ds_dflash.channel import Bridge, Delivery, Parcel, Receiver, Sender
-from ds_dflash.checkpoint import Progress, newest_checkpoint
+from ds_dflash.checkpoint import Progress, checkpoint_to_resume
 from ds_dflash.config import Settings, load_settings
 from ds_dflash.errors import UserError, describe_os_error
 from ds_dflash.job import Job
@@ -314,7 +314,7 @@ def agree_on_start(job: Job, topology: Topology, directory: RunDirectory, fresh:
         answer: dict[str, str | None] = {"digest": digest}
         try:
             directory.open(fresh, plan_facts(job))
-            newest = newest_checkpoint(directory.checkpoints, warn=True)
+            newest = checkpoint_to_resume(directory.checkpoints)
             answer["checkpoint"] = str(newest) if newest else None
         except (UserError, OSError) as error:
             answer["error"] = str(error)
