@@ -1,13 +1,21 @@
-"""How a run ends early: signals, a vanished launcher, a rank that failed.
+"""How a run ends early: signals, a launcher that is gone, a peer that died, a rank that failed.
 
 The first rank that gets SIGTERM or SIGINT (or whose launcher is gone) writes a key into the job's store; a thread on
-every rank reads it within `POLL_SECONDS`. Ranks that train save and leave by themselves; a target rank, which may sit
-in a collective that will never end, is ended by its thread once the save is done.
+every rank reads it within `POLL_SECONDS`. Ranks that train save and leave by themselves; a rank with nothing to save,
+which may sit in a collective that will never end, is ended by its thread once the save is done.
+
+Every rank registers its process in the store, and the thread looks at those of its own machine: one that is gone
+without having said that it leaves was killed or has crashed, and all others end without saving. DeepSpeed's launcher
+answers such a death by SIGTERM to the others, so a signal counts only after a look at the peers.
 
 A rank that has waited in vain asks all ranks where they are: the thread of each answers with the stack of its main
 thread, so that one which hangs is reported with the place.
+
+Rank 0 hosts the store and leaves last, so a store that breaks means that rank 0 is gone.
 """
 
+import io
+import json
 import math
 import os
 import signal
@@ -16,16 +24,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import psutil
 import torch.distributed as dist
 
 POLL_SECONDS = 0.25
 SAVE_SECONDS = 25.0
 DOUBLE_SIGNAL_SECONDS = 3.0
+TELL_SECONDS = 3.0
+MEET_SECONDS = 10.0
 
 
 class StopRequestedError(Exception):
@@ -36,21 +47,35 @@ class Stopper:
     """Watches for reasons to stop. One a process; `start` before anything can take long.
 
     store: the job's key-value store, or None for a process on its own (then only this process's signals count).
-    exits_alone: whether this rank has nothing to save, so that the thread may end the process.
+    exits_alone: whether this rank never has anything to save, so that the thread may end the process.
     max_hours: hours from now on after which the run stops as by a signal; None: no limit.
+    role, world_size: this rank's role in words, and the ranks of the job. launchers: see `find_launchers`.
     """
 
-    def __init__(self, rank: int, store: dist.Store | None, exits_alone: bool, max_hours: float | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        store: dist.Store | None,
+        exits_alone: bool,
+        max_hours: float | None = None,
+        role: str = "",
+        world_size: int = 1,
+        launchers: Sequence[psutil.Process] = (),
+    ) -> None:
         self._rank = rank
         self._max_hours = max_hours
         self._deadline = math.inf if max_hours is None else time.monotonic() + 3600 * max_hours
         self._reason = ""
         self._main_thread = threading.get_ident()
         self._has_answered = False
-        self._store = store
+        self._store = None if store is None else own_connection(store)
+        self._peers = None if self._store is None else Peers(rank, role, world_size, self._store)
+        self._launchers = launchers
         self._exits_alone = exits_alone
+        self._must_save = False
         self._requested = threading.Event()
         self._first_signal = 0.0
+        self._stops_since = math.inf
         self._parent = os.getppid()
         self._closed = threading.Event()
 
@@ -61,9 +86,7 @@ class Stopper:
     @property
     def reason(self) -> str:
         """What the stop was asked for by."""
-        if not self._reason and self._store is not None and self._store.check(["stop/reason"]):
-            self._reason = self._store.get("stop/reason").decode()
-        return self._reason
+        return self._reason or self._read("stop/reason") or ""
 
     def raise_if_requested(self) -> None:
         if self.requested:
@@ -71,6 +94,8 @@ class Stopper:
 
     def start(self) -> None:
         """Install the signal handlers and start the watching thread."""
+        if self._peers is not None:
+            self._peers.meet()
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         reader.settimeout(POLL_SECONDS)
@@ -82,12 +107,17 @@ class Stopper:
         self._thread = threading.Thread(target=self._watch, args=(reader,), name="stopper", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """No more watching: the run has ended and the store may go away.
+    def must_save(self) -> None:
+        """From now on this rank has something to save, so it is its main thread that ends it at a stop."""
+        self._must_save = True
 
-        The thread is joined, since one that is in C++ while the interpreter shuts down aborts the process.
+    def close(self) -> None:
+        """No more watching, neither by this rank nor of it: it is about to leave as it should.
+
+        Rank 0 waits for all others, since the store goes with it. The thread is joined, since one that is in C++ while
+        the interpreter shuts down aborts the process.
         """
-        self._closed.set()
+        self._say_leaving()
         self._thread.join(timeout=10)
 
     def saved(self) -> None:
@@ -96,14 +126,15 @@ class Stopper:
             self._store.set("stop/saved", "1")
 
     def fail(self, reason: str) -> None:
-        """Tell all ranks to end without saving, since this one cannot go on."""
-        if self._store is not None:
-            self._store.set("stop/failed", f"rank {self._rank}: {reason}")
-            self._let_others_read()
-
-    def _let_others_read(self) -> None:
-        if self._rank == 0:  # hosts the store
-            time.sleep(4 * POLL_SECONDS)
+        """Tell all ranks to end without saving, since this one cannot go on; the caller ends the process."""
+        self._closed.set()
+        if self._peers is None:
+            return
+        try:
+            self._peers.tell(f"of rank {self._rank}: {reason}")
+            self._peers.wait_until_told()
+        except (dist.DistError, RuntimeError):  # rank 0 is gone, which the others see for themselves
+            return
 
     def ask_where_all_are(self, world_size: int) -> str:
         """One line a rank: where its main thread is. For a rank that has waited in vain.
@@ -117,12 +148,9 @@ class Stopper:
             leave(1)
         self._store.set("stop/stacks", str(self._rank))
         time.sleep(4 * POLL_SECONDS)
-        lines = []
-        for rank in range(world_size):
-            key = f"stop/stack/{rank}"
-            is_there = self._store.check([key])
-            lines.append(f"rank {rank}: {self._store.get(key).decode() if is_there else 'does not answer'}")
-        return "\n".join(lines)
+        return "\n".join(
+            f"rank {rank}: {self._read(f'stop/stack/{rank}') or 'does not answer'}" for rank in range(world_size)
+        )
 
     def wait_for_reason(self) -> None:
         """When a connection breaks: time for the watching thread to learn why, and to end the process if it does."""
@@ -131,66 +159,238 @@ class Stopper:
             self.wait_for_the_end()
 
     def wait_for_the_end(self) -> NoReturn:
-        """For a main thread with nothing left to do: the watching thread ends the process once the save is done."""
-        time.sleep(SAVE_SECONDS + 5)
+        """For a main thread with nothing left to do: the process ends once the save is done."""
+        deadline = time.monotonic() + SAVE_SECONDS + 5
+        while time.monotonic() < deadline:
+            if self._read("stop/saved") is not None:
+                self.close()
+                leave(0)
+            time.sleep(POLL_SECONDS)
         leave(1, f"rank {self._rank}: a stop did not come to its end")
+
+    # ------------------------------------------------------------------------------------- the watching thread
 
     def _watch(self, reader: socket.socket) -> None:
         while not self._closed.is_set():
-            self._read_signals(reader)
-            if os.getppid() != self._parent:
-                self._request(f"the launcher of rank {self._rank} is gone")
-            if time.monotonic() > self._deadline:
-                self._request(f"training.max_hours, {self._max_hours}")
-            if self._store is not None:
-                self._read_store()
+            numbers = self._read_signals(reader)
+            try:
+                self._look(numbers)
+            except (dist.DistError, RuntimeError) as error:
+                if not self._closed.is_set():
+                    self._end_without_store(error)
 
-    def _read_signals(self, reader: socket.socket) -> None:
+    def _look(self, numbers: set[int]) -> None:
+        if self._peers is not None:  # before a signal is taken for an operator's
+            self._end_if_a_rank_is_lost(self._peers)
+        if numbers:
+            self._take_signals(numbers)
+        if os.getppid() != self._parent or not all(map(is_alive, self._launchers)):
+            self._request(f"the launcher of rank {self._rank} is gone")
+        if time.monotonic() > self._deadline:
+            self._request(f"training.max_hours, {self._max_hours}")
+        if self._store is not None:
+            self._read_requests(self._store)
+
+    def _read_signals(self, reader: socket.socket) -> set[int]:
         try:
-            numbers = reader.recv(64)
+            return set(reader.recv(64)) & {signal.SIGTERM, signal.SIGINT}
         except TimeoutError:
-            return
-        if not set(numbers) & {signal.SIGTERM, signal.SIGINT}:
-            return
+            return set()
+
+    def _take_signals(self, numbers: set[int]) -> None:
         now = time.monotonic()
         if self._first_signal and now - self._first_signal > DOUBLE_SIGNAL_SECONDS:
+            if self._peers is not None:
+                self._peers.tell(f"of rank {self._rank}: second signal")
             leave(1, f"rank {self._rank}: second signal, leaving without saving")
         self._first_signal = self._first_signal or now
-        self._request(signal.Signals(numbers[0]).name)
+        self._request(signal.Signals(min(numbers)).name)
 
     def _request(self, reason: str) -> None:
-        if not self.requested:
-            self._reason = reason
-            if self._store is not None:
-                self._store.set("stop/reason", reason)
+        if self.requested:
+            return
+        self._reason = reason
+        if self._store is not None:
+            self._store.compare_set("stop/reason", "", reason)
         self._requested.set()
 
-    def _read_store(self) -> None:
-        assert self._store is not None
-        try:
-            if self._store.check(["stop/failed"]):
-                reason = self._store.get("stop/failed").decode()
-                self._let_others_read()
-                leave(1, f"rank {self._rank} ends because of {reason}")
-            if not self.requested and self._store.check(["stop/reason"]):
-                self._requested.set()
-            if not self._has_answered and self._store.check(["stop/stacks"]):
-                self._store.set(f"stop/stack/{self._rank}", describe_stack(sys._current_frames()[self._main_thread]))
-                self._has_answered = True
-        except (dist.DistError, RuntimeError) as error:
-            if self._closed.is_set():
-                return
-            leave(0 if self.requested else 1, f"rank {self._rank}: rank 0 is gone ({error})")
-        if self.requested and self._exits_alone:
-            self._leave_when_saved()
+    def _end_if_a_rank_is_lost(self, peers: "Peers") -> None:
+        lost = peers.lost()
+        clause = self._read("stop/failed")  # after the look: who leaves for a reason writes it first
+        if clause is None and lost:
+            clause = peers.tell("; ".join(map(peers.describe_death, lost)))
+        if clause is None or self._closed.is_set():
+            return
+        peers.wait_until_told()
+        leave(1, f"rank {self._rank} ends because {clause}")
 
-    def _leave_when_saved(self) -> None:
-        assert self._store is not None
-        deadline = time.monotonic() + SAVE_SECONDS
-        while time.monotonic() < deadline and not self._store.check(["stop/saved"]):
+    def _end_without_store(self, error: RuntimeError) -> NoReturn:
+        assert self._peers is not None
+        for _ in range(4):  # the connections of a process that dies close before it counts as dead
+            if 0 in self._peers.gone():
+                break
             time.sleep(POLL_SECONDS)
-        self._let_others_read()
-        leave(0)
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        death = self._peers.describe_death(0) if 0 in self._peers.gone() else f"rank 0 is gone ({first_line})"
+        leave(1, f"rank {self._rank} ends because {death}")
+
+    def _read_requests(self, store: dist.Store) -> None:
+        if not self.requested and store.check(["stop/reason"]):
+            self._requested.set()
+        if not self._has_answered and store.check(["stop/stacks"]):
+            store.set(f"stop/stack/{self._rank}", describe_stack(sys._current_frames()[self._main_thread]))
+            self._has_answered = True
+        if self.requested and not self._must_save:
+            self._leave_if_saved()
+
+    def _leave_if_saved(self) -> None:
+        now = time.monotonic()
+        self._stops_since = min(self._stops_since, now)
+        if not self._exits_alone:  # it trains, but has not begun: no rank can have done an update without it
+            self.saved()
+        if now - self._stops_since > SAVE_SECONDS or self._read("stop/saved") is not None:
+            self._say_leaving()
+            leave(0)
+
+    def _say_leaving(self) -> None:
+        self._closed.set()
+        if self._peers is not None:
+            self._peers.say_leaving()
+
+    def _read(self, key: str) -> str | None:
+        if self._store is None or not self._store.check([key]):
+            return None
+        return self._store.get(key).decode()
+
+
+class Peers:
+    """The processes of a job's ranks. Each registers its own in the store; others of its machine look whether it lives.
+
+    A rank sets `stop/leaving/RANK` before it leaves as it should, and one that cannot go on writes why into
+    `stop/failed`, where the first reason stays.
+    """
+
+    def __init__(self, rank: int, role: str, world_size: int, store: dist.Store) -> None:
+        self._rank, self._role, self._store = rank, role, store
+        self._others = [other for other in range(world_size) if other != rank]
+        self._unmet = list(self._others)
+        self._names: dict[int, str] = {}
+        self._processes: dict[int, psutil.Process] = {}
+
+    def meet(self) -> None:
+        """Register this process and find the others, which have all just started."""
+        own = psutil.Process()
+        facts = {"machine": machine(), "pid": own.pid, "started": own.create_time(), "role": self._role}
+        self._store.set(f"stop/process/{self._rank}", json.dumps(facts))
+        deadline = time.monotonic() + MEET_SECONDS
+        self._look_for_unmet()
+        while self._unmet and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 25)
+            self._look_for_unmet()
+
+    def lost(self) -> list[int]:
+        """Ranks of this machine whose processes are gone though they have not said that they leave."""
+        self._look_for_unmet()
+        return [rank for rank in self.gone() if not self._store.check([f"stop/leaving/{rank}"])]
+
+    def gone(self) -> list[int]:
+        """Ranks of this machine whose processes are gone. Does not ask the store."""
+        return [rank for rank, process in self._processes.items() if not is_alive(process)]
+
+    def describe_death(self, rank: int) -> str:
+        return f"{self._names[rank]} is gone: its process {self._processes[rank].pid} was killed or crashed"
+
+    def tell(self, clause: str) -> str:
+        """Tell all ranks why the job fails; returns what is told, which is what the first that told has said."""
+        return self._store.compare_set("stop/failed", "", clause).decode()
+
+    def wait_until_told(self) -> None:
+        """Rank 0, which hosts the store, gives the others the time to read from it why they end."""
+        deadline = time.monotonic() + TELL_SECONDS
+        while self._rank == 0 and len(self.gone()) < len(self._others) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 5)
+
+    def say_leaving(self) -> None:
+        """This rank leaves as it should; rank 0 waits until all others have said so."""
+        self._store.set(f"stop/leaving/{self._rank}", "1")
+        deadline = time.monotonic() + SAVE_SECONDS
+        staying = list(self._others) if self._rank == 0 else []
+        while staying and time.monotonic() < deadline:
+            gone = self.gone()
+            staying = [rank for rank in staying if rank not in gone and not self._store.check([f"stop/leaving/{rank}"])]
+            time.sleep(POLL_SECONDS / 5)
+
+    def _look_for_unmet(self) -> None:
+        for rank in [rank for rank in self._unmet if self._store.check([f"stop/process/{rank}"])]:
+            self._unmet.remove(rank)
+            facts = json.loads(self._store.get(f"stop/process/{rank}"))
+            self._names[rank] = f"rank {rank} ({facts['role']})"
+            process = find_process(facts["pid"], facts["started"]) if facts["machine"] == machine() else None
+            if process is not None:  # else two machines are named alike
+                self._processes[rank] = process
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """A connection to the same store that is never busy: in one, a thread that waits for a key blocks all others."""
+    if not isinstance(store, dist.TCPStore):
+        return store
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=store.timeout)
+
+
+def machine() -> str:
+    """Names the machine and the name space that process ids count in (containers)."""
+    parts = [socket.gethostname()]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.exists():
+        parts += [boot.read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
+def find_process(pid: int, started: float) -> psutil.Process | None:
+    """The process with this id that started at this time (seconds, within what a clock is set by), if it is there."""
+    try:
+        process = psutil.Process(pid)
+        return process if abs(process.create_time() - started) < 5 else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one whose parent has yet to take note of its end does not."""
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def find_launchers() -> list[psutil.Process]:
+    """Processes that this one shall not outlive: DeepSpeed's launcher on this machine and the command that started it.
+
+    A signal to the command alone reaches nobody else. Other ancestors (a shell) may end when they like.
+    """
+    launcher = psutil.Process().parent()
+    if launcher is None or not runs_launcher(launcher):
+        return []
+    command = launcher.parent()
+    return [launcher, command] if command is not None and runs_command(command) else [launcher]
+
+
+def runs_launcher(process: psutil.Process) -> bool:
+    """Whether it is DeepSpeed's launcher of a machine's ranks."""
+    return "deepspeed.launcher.launch" in arguments_of(process)
+
+
+def runs_command(process: psutil.Process) -> bool:
+    """Whether it is the command `deepspeed`, under one of its names."""
+    words = arguments_of(process)[:4]  # Python and its options come first
+    return "deepspeed.launcher.runner" in words or bool({"deepspeed", "ds"} & {Path(word).name for word in words})
+
+
+def arguments_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
 
 
 def describe_stack(frame: FrameType) -> str:
@@ -200,6 +400,29 @@ def describe_stack(frame: FrameType) -> str:
     waits = any(call.name == wait_for.__name__ for call in calls)
     places = [f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in shown[:5]]
     return f"{'waits' if waits else 'is'} in {' < '.join(places)}"
+
+
+class LastingOutput(io.FileIO):
+    """A file whose reader may go away: what is written then is lost, and nothing else."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Let standard output and error take what is printed also when nobody reads any more.
+
+    Ctrl-C on `deepspeed launch.sh | tee log` ends tee too, and a print must not keep a rank from saving.
+    """
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        old.flush()
+        raw = LastingOutput(descriptor, "w", closefd=False)
+        new = io.TextIOWrapper(io.BufferedWriter(raw), old.encoding, old.errors, line_buffering=True)
+        setattr(sys, name, new)
 
 
 def leave(code: int, message: str = "") -> NoReturn:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import datasets
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import transformers
@@ -32,7 +33,7 @@ from ds_dflash.job import Job
 from ds_dflash.phases import Phases, Profiler
 from ds_dflash.read_ahead import ReadAhead
 from ds_dflash.run_directory import RunDirectory
-from ds_dflash.stopping import Stopper, StopRequestedError, leave
+from ds_dflash.stopping import Stopper, StopRequestedError, find_launchers, leave, outlive_readers, wait_for
 from ds_dflash.target import Target, weights_dtype
 from ds_dflash.topology import Roles, Topology, launcher_ranks, ranks
 from ds_dflash.trainer import MicroBatch, Trainer
@@ -61,9 +62,12 @@ def report_user_error(error: UserError) -> int:
     rank = launcher_ranks()[0]
     if rank > 0:
         time.sleep(5)
-    prefix = f"rank {rank}: " if rank > 0 else ""
-    print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
+    print(describe_user_error(error, rank), file=sys.stderr, flush=True)
     return UserError.EXIT_CODE
+
+
+def describe_user_error(error: UserError, rank: int) -> str:
+    return f"{f'rank {rank}: ' if rank > 0 else ''}error: {error}"
 
 
 def train(settings: Settings, fresh: bool = False) -> None:
@@ -79,26 +83,36 @@ def train(settings: Settings, fresh: bool = False) -> None:
             if rank == 0:
                 print(f"{directory.path} is finished: {finished} updates, drafter in {directory.drafter}", flush=True)
             return
+    launchers = find_launchers()  # before anything takes long, since one that is gone by then is not found
     job = Job.open(settings, roles)
     topology = join(settings, rank)
-    max_hours = settings.training.max_hours
-    stopper = Stopper(rank, topology.store, exits_alone=topology.role == "target", max_hours=max_hours)
+    outlive_readers()
+    stopper = make_stopper(settings, topology, world_size, launchers)
     stopper.start()
     try:
         run_role(job, topology, stopper, directory, fresh)
+        if not stopper.requested:
+            finish_together(topology, stopper, world_size)
     except UserError as error:
-        stopper.fail(str(error))
-        raise
+        end_for_user(error, rank, stopper)
     except OSError as error:
         if isinstance(error, ConnectionError | TimeoutError):  # of peers, not of the disk
             end_badly(error, rank, world_size, stopper)
-        stopper.fail(describe_os_error(error))
-        raise
+        end_for_user(UserError(describe_os_error(error)), rank, stopper)
     except Exception as error:
         end_badly(error, rank, world_size, stopper)
+    stopper.close()
     if stopper.requested:
         leave(0)
-    finish_together(topology, stopper, world_size)
+    dist.destroy_process_group()
+
+
+def make_stopper(
+    settings: Settings, topology: Topology, world_size: int, launchers: Sequence[psutil.Process]
+) -> Stopper:
+    role = "target and drafter" if topology.role == "both" else topology.role
+    exits_alone, max_hours = topology.role == "target", settings.training.max_hours
+    return Stopper(topology.rank, topology.store, exits_alone, max_hours, role, world_size, launchers)
 
 
 def join(settings: Settings, rank: int) -> Topology:
@@ -144,12 +158,19 @@ def check_same_data(progress: Progress, job: Job, directory: RunDirectory) -> No
         ) from None
 
 
+def end_for_user(error: UserError, rank: int, stopper: Stopper) -> NoReturn:
+    """End the whole job for a user's mistake."""
+    stopper.fail(str(error))
+    leave(UserError.EXIT_CODE, describe_user_error(error, rank))
+
+
 def end_badly(error: Exception, rank: int, world_size: int, stopper: Stopper) -> NoReturn:
     """A target rank that is to stop waits for the save; any other error ends the whole job with its reason."""
-    if stopper.requested:  # also where a connection broke because a peer has left on the same stop
+    comes_of_stop = isinstance(error, StopRequestedError) or is_of_peers(error)  # a peer has left on the same stop
+    if stopper.requested and comes_of_stop:
         stopper.wait_for_the_end()
-    if isinstance(error, ConnectionError | TimeoutError) or "imed out" in str(error):
-        stopper.wait_for_reason()  # a peer that failed has said why, and this rank ends with that
+    if is_of_peers(error):
+        stopper.wait_for_reason()  # a peer that died is found, one that failed has said why: this rank ends with that
         reason = f"{str(error).splitlines()[0]}\n{stopper.ask_where_all_are(world_size)}"
         print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
         stopper.fail(reason)
@@ -157,6 +178,13 @@ def end_badly(error: Exception, rank: int, world_size: int, stopper: Stopper) ->
         traceback.print_exception(error)
         stopper.fail(f"{type(error).__name__}: {error}")
     leave(1)
+
+
+def is_of_peers(error: Exception) -> bool:
+    """Whether another rank broke off or did not come; gloo says so in a RuntimeError."""
+    said = str(error)
+    kinds = ConnectionError | TimeoutError | dist.DistError
+    return isinstance(error, kinds) or "imed out" in said or "gloo" in said
 
 
 def run_target(job: Job, topology: Topology, stopper: Stopper, directory: RunDirectory, progress: Progress) -> None:
@@ -215,6 +243,7 @@ def run_drafter(job: Job, topology: Topology, stopper: Stopper, trainer: Trainer
         trainer.rehearse()
     trainer.start()
     reader = ReadAhead(trainer.work(job.walk(trainer.progress)))
+    stopper.must_save()
     stopped = False
     try:
         while (work := trainer.phases.next("read", reader)) is not None:
@@ -341,11 +370,11 @@ def plan_facts(job: Job) -> dict[str, Any]:
 
 
 def finish_together(topology: Topology, stopper: Stopper, world_size: int) -> None:
-    """Rank 0 hosts the store, so it leaves last."""
-    stopper.close()
+    """No rank leaves before all have finished: one that dies on the last steps takes the others along."""
     topology.store.add("finished", 1)
-    if topology.rank == 0:
-        deadline = time.monotonic() + topology.timeout.total_seconds()
-        while topology.store.add("finished", 0) < world_size and time.monotonic() < deadline:
-            time.sleep(0.05)
-    dist.destroy_process_group()
+
+    def all_have(seconds: float) -> bool:
+        time.sleep(min(seconds, 0.05))
+        return topology.store.add("finished", 0) >= world_size
+
+    wait_for(all_have, stopper, topology.timeout.total_seconds(), "the other ranks to finish")
