@@ -6,12 +6,17 @@ one and a kill may fall into any phase.
 
 import os
 import random
-import runpy
+import sys
 import time
 from pathlib import Path
 
 from ds_dflash.target import Target
+from ds_dflash.train import main
 from ds_dflash.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import traced
 
 capture, learn = Target.capture, Trainer._learn
 delay = float(os.environ["DELAY"])
@@ -28,4 +33,5 @@ def delayed_learn(self, *arguments):
 
 
 Target.capture, Trainer._learn = delayed_capture, delayed_learn
-runpy.run_path(str(Path(__file__).parent.parent / "tests" / "traced.py"), run_name="__main__")
+traced.record()
+sys.exit(main())
