@@ -7,14 +7,14 @@ what is received into or staged in is used again: after the first micro-batches 
 Waiting happens in one thread a side, because a wait inside gloo can neither be interrupted nor given up without
 breaking the connection.
 
-A micro-batch travels as a header (float64 [4]: sequence number, tokens, seconds the target waited, seconds it worked)
+A micro-batch travels as a header (float64 [4]: its number between these two ranks, tokens, seconds the target waited, seconds it worked)
 and the features of its real tokens [tokens, width]. Empty micro-batches do not travel.
 """
 
 import queue
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ class Sender:
         self._timeout = timeout
         self._waiter = _Waiter("acknowledgements")
         self._in_flight = 0
-        self._sequence = 0
+        self._sequences: dict[int, int] = defaultdict(int)  # by drafter: a target may serve several
         self._last_sent = time.monotonic()
 
     def send(self, features: Tensor, drafter_rank: int) -> None:
@@ -166,7 +166,8 @@ class Sender:
         while self._in_flight >= self._depth:
             self._take_acknowledgement()
         self._last_sent = time.monotonic()
-        header = torch.tensor([self._sequence, len(features), self._last_sent - started, worked], dtype=torch.float64)
+        sequence = self._sequences[drafter_rank]
+        header = torch.tensor([sequence, len(features), self._last_sent - started, worked], dtype=torch.float64)
         payload, room = self._stage(features.contiguous().view(torch.uint8).flatten())
         group, carrier = self._bridge.group, self._bridge.carrier
         answer = torch.empty(1, dtype=torch.float64)
@@ -175,9 +176,9 @@ class Sender:
             self._bridge.post(group.send, [header], drafter_rank, HEADER),
             self._bridge.post(group.recv, [answer], drafter_rank, ACKNOWLEDGEMENT),
         ]
-        self._waiter.add(works, (self._sequence, answer, room, header, payload))
+        self._waiter.add(works, (sequence, answer, room, header, payload))
         self._in_flight += 1
-        self._sequence += 1
+        self._sequences[drafter_rank] += 1
 
     def _stage(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """(the bytes where the carrier can read them, the room they were copied to, if they had to be)"""
@@ -227,7 +228,7 @@ class Receiver:
         self._timeout = timeout
         self._waiter = _Waiter("features")
         self._posted: deque[Parcel] = deque()
-        self._sequences: dict[int, int] = {}
+        self._sequences: dict[int, int] = defaultdict(int)
         self._acknowledger = _Waiter("sent acknowledgements")
         self._unconfirmed = 0
         self._lent: Tensor | None = None
@@ -247,7 +248,7 @@ class Receiver:
         if work is not None:
             work.wait()
         sequence, tokens, waited, worked = header.tolist()
-        expected = self._sequences.get(parcel.source, 0)
+        expected = self._sequences[parcel.source]
         assert (sequence, tokens) == (expected, parcel.tokens), "the two roles do not walk the same plan"
         self._sequences[parcel.source] = expected + 1
         features = room[: self._bytes(parcel)].view(self._dtype).view(parcel.tokens, self._width)
