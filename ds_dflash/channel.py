@@ -7,8 +7,8 @@ what is received into or staged in is used again: after the first micro-batches 
 Waiting happens in one thread a side, because a wait inside gloo can neither be interrupted nor given up without
 breaking the connection.
 
-A micro-batch travels as a header (float64 [4]: its number between these two ranks, tokens, seconds the target waited, seconds it worked)
-and the features of its real tokens [tokens, width]. Empty micro-batches do not travel.
+A micro-batch travels as a header (float64 [4]: its number between these two ranks, tokens, seconds the target waited,
+seconds it worked) and the features of its real tokens [tokens, width]. Empty micro-batches do not travel.
 """
 
 import queue
