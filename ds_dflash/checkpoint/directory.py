@@ -172,9 +172,10 @@ def load_checkpoint(engine: Any, checkpoint: Path) -> None:
     try:
         loaded, _ = engine.load_checkpoint(str(checkpoint), tag=ENGINE_TAG, load_lr_scheduler_states=False)
     except (RuntimeError, KeyError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines() or [""]
         raise UserError(
-            f"{checkpoint} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}): remove it to go on"
-            " from the one before."
+            f"{checkpoint} cannot be loaded ({type(error).__name__}: {reason[0]}): remove it to go on from the one"
+            " before."
         ) from None
     assert loaded is not None, f"DeepSpeed found no checkpoint in {checkpoint}"
     random_state = bytearray.fromhex(Progress.read(checkpoint).random_state)

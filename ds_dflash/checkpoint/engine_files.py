@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -103,10 +103,13 @@ def write(state: dict[str, Any], path: Path) -> None:
     """torch.save onto the disk itself; raises OSError with the system's own reason, where torch has one of its own."""
     with naming(path), path.open("wb", buffering=0) as file:
         output = _Output(file)
-        torch.save(state, output)
+        torch.save(state, cast(BinaryIO, output))
         if output.failure is not None:
             raise output.failure
         os.fsync(file.fileno())
+    with torch.serialization.safe_globals(ALLOWED):
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    assert not refused, f"{path} names {refused}, which no load would accept"
 
 
 class _Output:

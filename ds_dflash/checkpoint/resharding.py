@@ -11,8 +11,9 @@ computed, all bits stay.
         base_optimizer_state              torch's: state[parameter number][name], param_groups
         param_slice_mappings              [group] {parameter: its piece's place in this share}: where the filling starts
 
-DeepSpeed's own way, the universal format, is not taken: it writes every tensor into a file of its own, twice, before
-anything can be loaded, and it reads all of them as pickles that may run code.
+DeepSpeed's own way, the universal format, gives the same bits, but is not taken: a run would have to convert first,
+which writes the state of each parameter into files of their own, twice, and reads all of them as pickles that may run
+code. It knows Adam's state only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
