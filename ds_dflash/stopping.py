@@ -114,11 +114,13 @@ class Stopper:
     def close(self) -> None:
         """No more watching, neither by this rank nor of it: it is about to leave as it should.
 
-        Rank 0 waits for all others, since the store goes with it. The thread is joined, since one that is in C++ while
-        the interpreter shuts down aborts the process.
+        Rank 0 waits for all others, since the store goes with it. The thread is joined before, so that it does not ask
+        a store that is gone, and since one that is in C++ while the interpreter shuts down aborts the process.
         """
-        self._say_leaving()
+        self._closed.set()
         self._thread.join(timeout=10)
+        if self._peers is not None:
+            self._peers.say_leaving()
 
     def saved(self) -> None:
         """Tell the ranks that wait for it that nothing is left to save."""
@@ -173,6 +175,8 @@ class Stopper:
     def _watch(self, reader: socket.socket) -> None:
         while not self._closed.is_set():
             numbers = self._read_signals(reader)
+            if self._closed.is_set():
+                return
             try:
                 self._look(numbers)
             except (dist.DistError, RuntimeError) as error:
@@ -249,13 +253,9 @@ class Stopper:
         if not self._exits_alone:  # it trains, but has not begun: no rank can have done an update without it
             self.saved()
         if now - self._stops_since > SAVE_SECONDS or self._read("stop/saved") is not None:
-            self._say_leaving()
+            if self._peers is not None:
+                self._peers.say_leaving()
             leave(0)
-
-    def _say_leaving(self) -> None:
-        self._closed.set()
-        if self._peers is not None:
-            self._peers.say_leaving()
 
     def _read(self, key: str) -> str | None:
         if self._store is None or not self._store.check([key]):
@@ -334,7 +334,7 @@ def own_connection(store: dist.Store) -> dist.Store:
     """A connection to the same store that is never busy: in one, a thread that waits for a key blocks all others."""
     if not isinstance(store, dist.TCPStore):
         return store
-    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=store.timeout)
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
 def machine() -> str:

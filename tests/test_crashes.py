@@ -254,7 +254,13 @@ class Launched:
         with self.log.open("w") as file:
             self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
         binaries = Path(sys.executable).parent
-        command = [str(binaries / "deepspeed"), "--num_accelerators", "2", str(REPOSITORY / "tests" / "killed.py")]
+        command = [
+            str(binaries / "deepspeed"),
+            "--num_accelerators",
+            "2",
+            "--master_port",
+            str(distributed.free_port()),
+        ]
         environment = os.environ | {
             "PATH": f"{binaries}:{os.environ['PATH']}",
             "PYTHONPATH": str(REPOSITORY),
@@ -262,7 +268,7 @@ class Launched:
             **variables,
         }
         self.command = subprocess.Popen(
-            [*command, "--config", str(config), *SETTINGS],
+            [*command, str(REPOSITORY / "tests" / "killed.py"), "--config", str(config), *SETTINGS],
             env=environment,
             cwd=config.parent,
             stdout=self.reader.stdin,
@@ -334,7 +340,7 @@ def kill_a_rank(launched: Launched) -> str:
 
 def kill_the_launcher(launched: Launched) -> str:
     """SIGKILL on launch.py, after the reader of all output has gone away: the ranks save and exit with 0."""
-    launched.wait_for_more_updates(2)
+    launched.wait_for_more_updates(1)
     launcher = launched.launcher()
     ranks = [process.pid for process in launcher.children()]
     launched.reader.kill()
@@ -350,7 +356,7 @@ def signal_the_command(number: signal.Signals) -> Callable[[Launched], str]:
     """The signal goes to the command `deepspeed` alone, which passes nothing on: the ranks save and exit with 0."""
 
     def strike(launched: Launched) -> str:
-        launched.wait_for_more_updates(2)
+        launched.wait_for_more_updates(1)
         launcher = launched.launcher().pid
         launched.command.send_signal(number)
         struck = time.monotonic()
@@ -368,10 +374,10 @@ def signal_the_command(number: signal.Signals) -> Callable[[Launched], str]:
 def test_a_launched_run_that_is_killed_with_its_launcher_ends_as_one_that_is_not(inputs, tmp_path, undisturbed):
     config, run = write_config(tmp_path, inputs, rounds=2), tmp_path / "runs" / "run"
     strikes: list[tuple[Callable[[Launched], str], dict[str, str]]] = [
-        (kill_a_rank, {"KILLED_RANK": "1", "KILLED_PLACE": "backward", "KILLED_CALL": "5"}),
-        (kill_the_launcher, {"SECONDS_AN_UPDATE": "0.3"}),
-        (signal_the_command(signal.SIGTERM), {"SECONDS_AN_UPDATE": "0.3"}),
-        (signal_the_command(signal.SIGKILL), {"SECONDS_AN_UPDATE": "0.3"}),
+        (kill_a_rank, {"KILLED_RANK": "1", "KILLED_PLACE": "backward", "KILLED_CALL": "3"}),
+        (kill_the_launcher, {"SECONDS_AN_UPDATE": "0.5"}),
+        (signal_the_command(signal.SIGTERM), {"SECONDS_AN_UPDATE": "0.5"}),
+        (signal_the_command(signal.SIGKILL), {"SECONDS_AN_UPDATE": "0.5"}),
     ]
     done = []
     for strike, variables in strikes:
