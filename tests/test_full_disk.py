@@ -112,19 +112,19 @@ def test_a_full_disk_ends_a_save_in_one_sentence_and_leaves_the_former_checkpoin
 
 @pytest.mark.slow
 def test_a_run_whose_disk_is_full_ends_on_every_rank_and_goes_on_bitwise_once_there_is_room(tmp_path, monkeypatch):
-    """Two target and two drafter ranks; the second of these finds no room in the save after update 4."""
+    """A target and two drafter ranks; the second of these finds no room in the save after update 4."""
     config, run = tmp_path / "config.json", tmp_path / "runs" / "run"
     tiny.write_target(tmp_path / "target")
     tiny.write_chats(tmp_path / "train.jsonl", 48)
     config.write_text(json.dumps(tiny.settings(tmp_path / "target", tmp_path / "train.jsonl", tmp_path / "runs")))
-    options = ["topology.drafter_ranks=2", "training.save_every=2", "gradient_accumulation_steps=3"]
+    options = ["topology.drafter_ranks=2", "training.save_every=2", "gradient_accumulation_steps=6"]
     options += ["training.num_epochs=3", "target.sharding=none"]
     arguments = [part for option in options for part in ("--set", option)]
     monkeypatch.setenv("FULL_DISK_RANK", "1")
     monkeypatch.setenv("FULL_DISK_STEP", "4")
-    codes = distributed.start(4, config, *arguments, program="tests/full_disk.py").wait(120)
+    codes = distributed.start(3, config, *arguments, program="tests/full_disk.py").wait(120)
     assert all(code != 0 for code in codes)
-    for rank in range(4):
+    for rank in range(3):
         said = distributed.output(config, rank)
         assert f"The checkpoint step-000004 could not be written to {run / 'checkpoints'}" in said, said
         assert "rank_1_mp_rank_00_optim_states.pt: No space left on device" in said
@@ -132,7 +132,7 @@ def test_a_run_whose_disk_is_full_ends_on_every_rank_and_goes_on_bitwise_once_th
     assert names(run / "checkpoints") == ["step-000002"]
     before = figures(run)
     assert len(before) == 4
-    distributed.run(4, config, *arguments)
+    distributed.run(3, config, *arguments)
     assert len(figures(run)) > 4
     assert figures(run)[:4] == before
 
