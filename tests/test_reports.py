@@ -1,4 +1,4 @@
-"""Reports of users of such trainers that are about fidelity, each by its scenario.
+"""Reports of users of such trainers that are about fidelity, each by its scenario; about runs: test_reports_runs.py.
 
 15  masters and step counter       here
 16  high accuracy, no acceptance   here
