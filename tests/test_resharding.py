@@ -27,7 +27,7 @@ def saved_files(elements, ranks, filled):
     share, files = share_of(elements, ranks), []
     for rank in range(ranks):
         content = max(0, min(share, elements - rank * share))
-        own = torch.zeros(share)
+        own = torch.full((share,), -1.0)  # zeros in DeepSpeed's files: here it shows if filling is taken for content
         own[:content] = torch.arange(1, elements + 1)[rank * share :][:content]
         half = content // 2
         pieces = {"a": fragment_address(half, 0), "b": fragment_address(content - half, half)}
