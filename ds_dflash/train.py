@@ -30,10 +30,11 @@ from ds_dflash.checkpoint import Progress, checkpoint_to_resume
 from ds_dflash.config import Settings, load_settings
 from ds_dflash.errors import UserError, describe_os_error
 from ds_dflash.job import Job
+from ds_dflash.peers import find_launchers
 from ds_dflash.phases import Phases, Profiler
 from ds_dflash.read_ahead import ReadAhead
 from ds_dflash.run_directory import RunDirectory
-from ds_dflash.stopping import Stopper, StopRequestedError, find_launchers, leave, outlive_readers, wait_for
+from ds_dflash.stopping import Stopper, StopRequestedError, leave, outlive_readers, wait_for
 from ds_dflash.target import Target, weights_dtype
 from ds_dflash.topology import Roles, Topology, launcher_ranks, ranks
 from ds_dflash.trainer import MicroBatch, Trainer

@@ -16,7 +16,7 @@ import datasets
 import safetensors.torch
 import torch
 
-from ds_dflash import cli, stopping, train
+from ds_dflash import cli, peers, train
 from ds_dflash.data import build
 from ds_dflash.engine import DrafterEngine
 from ds_dflash.export import writing
@@ -157,7 +157,7 @@ def prepare():
     """Make the place deadly that the environment names."""
     if os.environ.get("MACHINES") == "apart":
         rank = os.environ["RANK"]  # of all ranks, until the roles are worlds of their own
-        stopping.machine = lambda: f"the machine of rank {rank}"
+        peers.machine = lambda: f"the machine of rank {rank}"
     if "SECONDS_AN_UPDATE" in os.environ:
         slow_updates(float(os.environ["SECONDS_AN_UPDATE"]))
     if "KILLED_PLACE" in os.environ and os.environ.get("KILLED_RANK", "0") == os.environ.get("RANK", "0"):

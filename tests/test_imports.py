@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "ds_dflash"
 
 LAYERS = {
     0: "errors accelerator setting_errors sections deepspeed_keys config stopping topology attention head pieces phases"
-    " read_ahead kernels",
+    " read_ahead kernels peers",
     1: "data batching target channel anchors drafter loss schedule metrics sampling caches",
     2: "decode checkpoint export engine step job run_directory evaluate figures prompts teacher_forcing planner",
     3: "trainer train cli",

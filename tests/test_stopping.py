@@ -17,7 +17,7 @@ import forks
 import psutil
 import pytest
 
-from ds_dflash import stopping
+from ds_dflash import peers, stopping
 
 pytestmark = pytest.mark.slow
 RANK = """
@@ -168,7 +168,7 @@ def test_two_signals_within_3_seconds_are_one_and_a_later_one_ends_at_once(start
 
 def test_only_deepspeeds_launcher_and_the_command_that_started_it_are_watched(tmp_path):
     """A tree shell - deepspeed - launcher - rank, and one where the shell itself started the launcher."""
-    rank = "from ds_dflash import stopping; print([process.pid for process in stopping.find_launchers()])"
+    rank = "from ds_dflash import peers; print([process.pid for process in peers.find_launchers()])"
     launcher = f"import os, subprocess, sys; print(os.getpid()); subprocess.run([sys.executable, '-c', {rank!r}])"
     launch = tmp_path / "deepspeed.launcher.launch"
     launch.write_text(launcher)
@@ -217,14 +217,14 @@ def test_what_is_printed_when_nobody_reads_any_more_is_lost_without_an_error():
 
 def test_a_process_that_has_ended_or_whose_id_another_has_taken_is_not_alive():
     process = subprocess.Popen(["sleep", "60"])
-    found = stopping.find_process(process.pid, psutil.Process(process.pid).create_time())
+    found = peers.find_process(process.pid, psutil.Process(process.pid).create_time())
     assert found is not None
-    assert stopping.is_alive(found)
+    assert peers.is_alive(found)
     process.kill()
     while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert not stopping.is_alive(found)
+    assert not peers.is_alive(found)
     process.wait()
-    assert not stopping.is_alive(found)
+    assert not peers.is_alive(found)
     own = psutil.Process()
-    assert stopping.find_process(own.pid, own.create_time() - 60) is None
+    assert peers.find_process(own.pid, own.create_time() - 60) is None
