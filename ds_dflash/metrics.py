@@ -105,10 +105,13 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one object an update. On a resume it is cut back to the updates that were done."""
+    """metrics.jsonl: one object an update, and one a validation.
 
-    def __init__(self, path: Path, done: int) -> None:
-        kept = [line for line in _lines(path) if line["update"] <= done]
+    On a resume it is cut back to the updates that were done, and to the validations until update `validated`.
+    """
+
+    def __init__(self, path: Path, done: int, validated: int) -> None:
+        kept = [line for line in _lines(path) if line["update"] <= (validated if is_validation(line) else done)]
         temporary = path.with_suffix(".writing")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(temporary, path)
@@ -124,6 +127,10 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def is_validation(figures: dict[str, Any]) -> bool:
+    return "validation/loss" in figures
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -233,7 +240,7 @@ class WandbRun:
         while True:
             ends = self._closing.is_set()  # asked first: what was written before is then read
             for line in _new_lines(journal):
-                step = 2 * line["update"] + ("validation/loss" in line)
+                step = 2 * line["update"] + is_validation(line)
                 if step >= run.starting_step:
                     run.log({name: value for name, value in line.items() if value is not None}, step=step, commit=True)
             if ends:
@@ -312,7 +319,7 @@ class Terminal:
         self._bar = tqdm(initial=done, unit="update", dynamic_ncols=True) if sys.stderr.isatty() else None
 
     def log(self, figures: dict[str, Any]) -> None:
-        if "validation/loss" in figures:
+        if is_validation(figures):
             is_best = figures.get("validation/best_update") == figures["update"]
             self._say(
                 f"validation after update {figures['update']}  loss {figures['validation/loss']:.4f}"

@@ -327,7 +327,7 @@ class Trainer:
 
     def _open_sinks(self) -> list[Sink]:
         settings, path = self._job.settings, self._directory.path
-        sinks: list[Sink] = [JsonLines(path / "metrics.jsonl", self.progress.update)]
+        sinks: list[Sink] = [JsonLines(path / "metrics.jsonl", self.progress.update, self.progress.validated)]
         block = settings.deepspeed.get("wandb") or {}
         if block.get("enabled", False):
             run = WandbRun(block, path, settings.run_name, settings.to_dict(), self.progress.wandb_id)

@@ -85,21 +85,36 @@ def lines(path):
 
 def test_a_resume_cuts_the_file_back_to_the_updates_that_were_done(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    sink = JsonLines(path, done=0)
+    sink = JsonLines(path, done=0, validated=0)
     for update in range(1, 6):
         sink.log({"update": update, "loss": 1.0 / update})
     sink.close()
     with path.open("a") as file:
         file.write('{"update": 6, "lo')  # the process ended while it wrote
-    resumed = JsonLines(path, done=3)
+    resumed = JsonLines(path, done=3, validated=0)
     resumed.log({"update": 4, "loss": 0.5})
     resumed.close()
     assert [line["update"] for line in lines(path)] == [1, 2, 3, 4]
     assert lines(path)[-1]["loss"] == 0.5
 
 
+def test_a_validation_that_is_made_again_is_in_the_file_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, done=0, validated=0)
+    for update in (2, 4):
+        sink.log({"update": update, "loss": 1.0})
+        sink.log({"update": update, "validation/loss": 2.0})
+    sink.close()
+    JsonLines(path, done=4, validated=2).close()  # killed after the pass, before the checkpoint knew of it
+    assert lines(path) == [
+        {"update": 2, "loss": 1.0},
+        {"update": 2, "validation/loss": 2.0},
+        {"update": 4, "loss": 1.0},
+    ]
+
+
 def test_figures_that_are_not_numbers_are_null_in_the_file(tmp_path):
-    sink = JsonLines(tmp_path / "metrics.jsonl", done=0)
+    sink = JsonLines(tmp_path / "metrics.jsonl", done=0, validated=0)
     sink.log({"update": 1, "loss": math.nan, "grad_norm": math.inf, "name": "x"})
     sink.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"update": 1, "loss": None, "grad_norm": None, "name": "x"}]

@@ -42,7 +42,7 @@ class Start:
 
     def __init__(self, directory: Path, done: int, run_id: str | None = None) -> None:
         wandb.teardown()  # each start is a process of its own
-        self.journal = JsonLines(directory / "metrics.jsonl", done)
+        self.journal = JsonLines(directory / "metrics.jsonl", done, validated=done)
         self.wandb = WandbRun({}, directory, "run", {"a": 1}, run_id)
 
     def log(self, updates) -> "Start":
