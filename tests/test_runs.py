@@ -210,7 +210,8 @@ def test_bf16_and_dpace_and_an_initial_drafter_run(config, tmp_path):
 
 def test_the_launcher_runs_7_plus_1_ranks_and_resumes(config, tmp_path):
     launcher = Path(sys.executable).parent / "deepspeed"
-    command = [str(launcher), "--num_accelerators", "8", str(distributed.REPOSITORY / "launch.sh")]
+    command = [str(launcher), "--num_accelerators", "8", "--master_port", str(distributed.free_port())]
+    command += [str(distributed.REPOSITORY / "launch.sh")]
     command += ["--config", str(config), "--set", "training.save_every=2", "--set", "gradient_accumulation_steps=1"]
     command += ["--set", "batching.token_budget=128"]
     environment = os.environ | {
