@@ -69,9 +69,13 @@ class Bridge:
         """Start a send or receive, in a thread of the bridge's own.
 
         gloo takes the state of torch's profiler along from the thread that starts an operation, and the process dies
-        when a trace ends before the operation does: so it starts where nothing is ever traced.
+        when a trace ends before the operation does: so it starts where nothing is ever traced. Raises ConnectionError
+        where the peer is gone.
         """
-        return self._poster.submit(operation, *arguments).result()
+        try:
+            return self._poster.submit(operation, *arguments).result()
+        except RuntimeError as error:
+            raise ConnectionError(f"a connection to another rank broke: {str(error).splitlines()[0]}") from None
 
     def close(self) -> None:
         self._poster.shutdown()
@@ -288,11 +292,8 @@ class Receiver:
 
     def _acknowledge(self, source: int, sequence: float) -> None:
         answer = torch.tensor([sequence], dtype=torch.float64)
-        try:
-            work = self._bridge.post(self._bridge.group.send, [answer], source, ACKNOWLEDGEMENT)
-            self._acknowledger.add([work], answer)
-        except RuntimeError as error:
-            raise ConnectionError(f"the connection to rank {source} broke: {str(error).splitlines()[0]}") from None
+        work = self._bridge.post(self._bridge.group.send, [answer], source, ACKNOWLEDGEMENT)
+        self._acknowledger.add([work], answer)
         self._unconfirmed += 1
         while not self._acknowledger.done.empty():
             self._acknowledger.done.get()

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from ds_dflash.channel import Bridge, Parcel, Receiver, Sender
 from ds_dflash.stopping import StopRequestedError
-from ds_dflash.train import is_of_peers
 
 WIDTH = 3
 DEADLINE = 20.0
+MEETING_SECONDS = 120.0  # a peer that is a process imports first
 CPU = torch.device("cpu")
 
 
@@ -38,7 +38,7 @@ class Stop:
 
 
 def open_bridge(store: dist.Store, rank: int, size: int) -> Bridge:
-    group = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, size, timedelta(seconds=DEADLINE))
+    group = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, size, timedelta(seconds=MEETING_SECONDS))
     return Bridge(group, group, CPU)
 
 
@@ -249,9 +249,7 @@ def test_a_peer_that_dies_is_an_error_of_the_connection_and_no_wait(tmp_path, ro
             if dies == "before":
                 peer.wait(10)
                 time.sleep(0.5)
-            with pytest.raises((ConnectionError, RuntimeError)) as raised:  # gloo's own, where the peer was gone before
+            with pytest.raises(ConnectionError):
                 go_on()
-            assert is_of_peers(raised.value)
-            assert dies == "before" or isinstance(raised.value, ConnectionError)
         finally:
             peer.kill()
