@@ -30,6 +30,7 @@ REFUSED_KEYS = {
     "data_efficiency": "batches come from the epoch plan: the section batching takes its place",
     "curriculum_learning": "batches come from the epoch plan: the section batching takes its place",
     "dataloader_drop_last": "the epoch plan never drops a sample",
+    "checkpoint": "checkpoints are written and read by the trainer, on any number of ranks",
     "datastates_ckpt": "checkpoints are written by the trainer: training.save_every takes its place",
     "pipeline": "the drafter is trained data-parallel only",
     "tensor_parallel": "the drafter is trained data-parallel only",
@@ -217,16 +218,6 @@ class DataTypesBlock(DeepSpeedBlock):
     keep_in_fp32_modules: Any = "auto"  # DeepSpeed itself says in a sentence what it accepts
 
 
-class CheckpointBlock(DeepSpeedBlock):
-    """Of DeepSpeed's `checkpoint`, all but `writer`: its asynchronous writers failed when they were tried."""
-
-    tag_validation: str = "Warn"
-    checkpoint_serialization: bool = True
-    load_universal: bool = False
-    use_node_local_storage: bool = False
-    parallel_write: dict[str, Any] = {}
-
-
 class DeepSpeedKeys(DeepSpeedBlock):
     """The keys that may stand at the top level of ds_config.json, beside `ds_dflash`."""
 
@@ -259,7 +250,6 @@ class DeepSpeedKeys(DeepSpeedBlock):
     vocabulary_size: int | None = None
     activation_checkpointing: dict[str, Any] = {}
     aio: dict[str, Any] = {}
-    checkpoint: CheckpointBlock = CheckpointBlock()
     comms_logger: dict[str, Any] = {}
     flops_profiler: dict[str, Any] = {}
     timers: dict[str, Any] = {}

@@ -26,7 +26,7 @@ import wandb
 from torch import Tensor
 from tqdm import tqdm
 
-from ds_dflash.errors import UserError
+from ds_dflash.errors import UserError, naming
 
 STRATA = 24
 LOSS, WEIGHT, BLOCKS, ACCEPTED, SLOTS = range(5)
@@ -115,15 +115,16 @@ class JsonLines:
         temporary = path.with_suffix(".writing")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(temporary, path)
-        self._file = path.open("a")
+        self._path, self._file = path, path.open("a")
 
     def log(self, figures: dict[str, Any]) -> None:
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in figures.items()
         }
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

@@ -310,7 +310,6 @@ def test_a_deepspeed_key_that_cannot_hold_is_refused_with_the_reason(key: str) -
         ("zero_optimization.stage=0", "zero_optimization.stage is 0, but must be 1: stage 0 has"),
         ("zero_optimization.overlap_comm=true", "zero_optimization.overlap_comm is true, but"),
         ("zero_optimization.compute_grad_norm=false", "zero_optimization.compute_grad_norm is false, but"),
-        ("checkpoint.writer={}", "checkpoint.writer is not a setting"),
         ("data_types.grad_accum_dtype=bf16", 'data_types.grad_accum_dtype is "bf16", but must be "fp32"'),
         ("optimizer={}", "optimizer.type is missing; optimizer.params is missing"),
         ("optimizer.params={}", "optimizer.params.lr is missing"),

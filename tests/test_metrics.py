@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +112,13 @@ def test_a_validation_that_is_made_again_is_in_the_file_once(tmp_path):
         {"update": 2, "validation/loss": 2.0},
         {"update": 4, "loss": 1.0},
     ]
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl", done=0, validated=0)
+    sink._file = Path("/dev/full").open("a")
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
+        sink.log({"update": 1})
 
 
 def test_figures_that_are_not_numbers_are_null_in_the_file(tmp_path):

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from ds_dflash.checkpoint.engine_files import EngineFiles, damaged_files, naming
-from ds_dflash.errors import UserError, describe_os_error
+from ds_dflash.checkpoint.engine_files import EngineFiles, damaged_files
+from ds_dflash.errors import UserError, describe_os_error, naming
 from ds_dflash.export import write_drafter
 
 ENGINE_TAG = "engine"
@@ -291,4 +291,6 @@ def _prune(directory: Path, keep: int, progress: Progress) -> None:
     best = checkpoint_path(directory, progress.best_update) if progress.best_update is not None else None
     for checkpoint in checkpoints[: checkpoints.index(kept[0])]:
         if checkpoint != best:
-            shutil.rmtree(checkpoint)
+            going = directory / f".{checkpoint.name}.writing"  # never seen in part; the next save removes what is left
+            os.rename(checkpoint, going)
+            shutil.rmtree(going)

@@ -13,9 +13,8 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -27,7 +26,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_dflash.checkpoint.resharding import UnknownFormError, cut_anew
-from ds_dflash.errors import UserError
+from ds_dflash.errors import UserError, naming
 
 ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
 """What DeepSpeed's files name beyond tensors and plain values: records without any behaviour when they are made."""
@@ -88,15 +87,6 @@ def optimizer_files(directory: Path) -> list[Path]:
 
 
 # ------------------------------------------------------------------------------------------------------- writing
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """An OSError of a write says on which file, which the system leaves out."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write(state: dict[str, Any], path: Path) -> None:
