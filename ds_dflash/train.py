@@ -263,8 +263,8 @@ def run_drafter(job: Job, topology: Topology, stopper: Stopper, trainer: Trainer
         trainer.say_stopped()
     else:
         trainer.write_result()
-    trainer.close()
     stopper.saved()
+    trainer.close()  # may wait for W&B
 
 
 class SentFeatures:
