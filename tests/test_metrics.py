@@ -116,7 +116,7 @@ def test_a_validation_that_is_made_again_is_in_the_file_once(tmp_path):
 
 def test_a_full_disk_is_said_with_the_file(tmp_path):
     sink = JsonLines(tmp_path / "metrics.jsonl", done=0, validated=0)
-    sink._file = Path("/dev/full").open("a")
+    sink._file = Path("/dev/full").open("a")  # noqa: SIM115
     with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
         sink.log({"update": 1})
 
