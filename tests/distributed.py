@@ -11,7 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import forks
+
 REPOSITORY = Path(__file__).parent.parent
+forked = False
+"""Whether ranks are forks of a server that has imported all they need: so in tests. Else they start as users' do."""
 
 
 @dataclass
@@ -90,8 +94,11 @@ def start(
         if fork is not None:
             processes.append(fork(environment, config.parent, log, ["--config", str(config), *arguments]))
             continue
-        script = REPOSITORY / ("tests/traced.py" if traced else program)
-        command = [sys.executable, "-u", str(script), "--config", str(config), *arguments]
+        script = [str(REPOSITORY / ("tests/traced.py" if traced else program)), "--config", str(config), *arguments]
+        if forked:
+            processes.append(forks.fork(environment, config.parent, log, ["file", *script]))
+            continue
+        command = [sys.executable, "-u", *script]
         with log.open("w") as file:
             processes.append(
                 subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=config.parent)

@@ -7,6 +7,7 @@ the only one on its machine. SECONDS_AN_UPDATE slows every update.
 
 import io
 import os
+import runpy
 import signal
 import sys
 import time
@@ -167,7 +168,8 @@ def prepare():
 def fork(environment, directory, log, arguments):
     """The body of a process that a server of forks has made, in a session of its own.
 
-    arguments: those of launch.sh; "ds-dflash" and its own; "python", a program's text and its own.
+    arguments: those of launch.sh; "ds-dflash" and its own; "python", a program's text and its own; "file", a program's
+    path and its own.
     """
     global program
     program = os.getpid()
@@ -184,6 +186,10 @@ def fork(environment, directory, log, arguments):
     if command == "python":
         sys.argv = ["", *rest[1:]]
         exec(rest[0], {"__name__": "__main__"})
+        sys.exit(0)
+    if command == "file":
+        sys.argv = rest
+        runpy.run_path(rest[0], run_name="__main__")
         sys.exit(0)
     sys.exit(cli.main(rest) if command == "ds-dflash" else train.main(arguments))
 
