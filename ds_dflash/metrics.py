@@ -209,6 +209,8 @@ class WandbRun:
 
     def _start(self) -> wandb.Run:
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        if mode == "offline":
+            self._say(f"W&B: logged offline, `wandb sync {self._files}` sends it")
         settings = wandb.Settings(
             silent=True,
             console="off",

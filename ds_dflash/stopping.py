@@ -186,7 +186,7 @@ class Stopper:
         if numbers:
             self._take_signals(numbers)
         if os.getppid() != self._parent or not all(map(is_alive, self._launchers)):
-            self._request(f"the launcher of rank {self._rank} is gone")
+            self._request(f"the end of the launcher of rank {self._rank}")
         if time.monotonic() > self._deadline:
             self._request(f"training.max_hours, {self._max_hours}")
         if self._store is not None:

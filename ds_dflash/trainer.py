@@ -264,6 +264,8 @@ class Trainer:
         """The clock of the first update starts, once all updates are counted."""
         self._counting.join()
         if self._topology.drafter == 0:
+            if self.progress.update:
+                print(f"going on after update {self.progress.update}", flush=True)
             print(f"drafter on {ranks(self._topology.roles.drafters)}: {self._engine.drafter.describe()}", flush=True)
             if self._job.validation is not None and not self._job.settings.training.evaluate_every:
                 print("note: the validation data are not used, since training.evaluate_every is 0", flush=True)
@@ -295,7 +297,7 @@ class Trainer:
         if self._topology.drafter == 0:
             print(
                 f"stopped by {self._stopper.reason} after update {self.progress.update}, which is saved: the same"
-                " command goes on from there",
+                " command (without --fresh) goes on from there",
                 flush=True,
             )
 

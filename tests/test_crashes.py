@@ -365,7 +365,7 @@ def signal_the_command(number: signal.Signals) -> Callable[[Launched], str]:
         said = launched.log.read_text()
         assert code == 0, said
         assert said.count("exits successfully") == 2, said
-        assert re.search(r"stopped by the launcher of rank \d is gone after update", said), said
+        assert re.search(r"stopped by the end of the launcher of rank \d after update", said), said
         return f"{number.name} on the command | ranks exit [0, 0] after {time.monotonic() - struck:.1f} s"
 
     return strike
