@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,13 +64,11 @@ def start(
     ranks_per_node: int | None = None,
     program: str = "launch.sh",
     traced: bool = False,
-    fork: Callable | None = None,
     **variables: str,
 ) -> Ranks:
     """Start a program of the repository on `ranks` ranks; output goes to rank-N.log beside the config.
 
-    `traced`: launch.sh with traces in trace-N.jsonl. `fork`: makes the processes in place of the program, from
-    environment, directory, log file and arguments (`forks.fork`). `variables`: of the environment.
+    `traced`: launch.sh with traces in trace-N.jsonl. `variables`: of the environment.
     """
     port, per_node = free_port(), ranks_per_node or ranks
     processes = []
@@ -91,9 +88,6 @@ def start(
             **variables,
         }
         log = config.parent / f"rank-{rank}.log"
-        if fork is not None:
-            processes.append(fork(environment, config.parent, log, ["--config", str(config), *arguments]))
-            continue
         script = [str(REPOSITORY / ("tests/traced.py" if traced else program)), "--config", str(config), *arguments]
         if forked:
             processes.append(forks.fork(environment, config.parent, log, ["file", *script]))

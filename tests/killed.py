@@ -168,8 +168,7 @@ def prepare():
 def fork(environment, directory, log, arguments):
     """The body of a process that a server of forks has made, in a session of its own.
 
-    arguments: those of launch.sh; "ds-dflash" and its own; "python", a program's text and its own; "file", a program's
-    path and its own.
+    arguments: "ds-dflash" and its own; "python", a program's text and its own; "file", a program's path and its own.
     """
     global program
     program = os.getpid()
@@ -191,7 +190,8 @@ def fork(environment, directory, log, arguments):
         sys.argv = rest
         runpy.run_path(rest[0], run_name="__main__")
         sys.exit(0)
-    sys.exit(cli.main(rest) if command == "ds-dflash" else train.main(arguments))
+    assert command == "ds-dflash"
+    sys.exit(cli.main(rest))
 
 
 if __name__ == "__main__":

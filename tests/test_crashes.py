@@ -84,7 +84,7 @@ def undisturbed(inputs, tmp_path_factory):
         if ranks not in found:
             directory = tmp_path_factory.mktemp("undisturbed")
             config = write_config(directory, inputs, rounds=2 // (ranks - 1))
-            distributed.run(ranks, config, *SETTINGS, fork=forks.fork)
+            distributed.run(ranks, config, *SETTINGS)
             found[ranks] = directory / "runs" / "run"
         return found[ranks]
 
@@ -128,7 +128,7 @@ def kill(kill: Kill, config: Path, ranks: int) -> str:
     """Start the run with a deadly place; check how the others end, and what they say. Returns a line of a table."""
     variables = {"KILLED_RANK": str(kill.victim), "KILLED_PLACE": kill.place, "KILLED_CALL": str(kill.call)}
     variables |= {"MACHINES": "apart"} if kill.apart else {}
-    job = distributed.start(ranks, config, *SETTINGS, fork=forks.fork, **variables)
+    job = distributed.start(ranks, config, *SETTINGS, **variables)
     victim = job.processes[kill.victim]
     try:
         code = victim.wait(60)
@@ -162,7 +162,7 @@ def outputs(config: Path, ranks: int) -> str:
 def stop_within_validation(config: Path, ranks: int) -> str:
     """SIGTERM on the drafter as a validation pass begins; the run saves what it has and leaves with 0."""
     variables = {"KILLED_RANK": str(ranks - 1), "KILLED_PLACE": "validation", "KILLED_WITH": "SIGTERM"}
-    job = distributed.start(ranks, config, *SETTINGS, fork=forks.fork, **variables)
+    job = distributed.start(ranks, config, *SETTINGS, **variables)
     assert job.wait(60) == [0] * ranks, outputs(config, ranks)
     run = config.parent / "runs" / "run"
     last = distributed.metrics(run)[-1]["update"]
@@ -187,7 +187,7 @@ def test_a_run_of_1_and_1_ranks_that_is_killed_everywhere_ends_as_one_that_is_no
         kill(Kill(1, "drafter"), config, 2),
         kill(Kill(1, "result"), config, 2),
     ]
-    distributed.run(2, config, *SETTINGS, fork=forks.fork)
+    distributed.run(2, config, *SETTINGS)
     print(*done, sep="\n")
     assert_same(run, undisturbed(2), after=done)
 
@@ -201,7 +201,7 @@ def test_a_run_of_2_and_1_ranks_that_is_killed_everywhere_ends_as_one_that_is_no
         kill(Kill(2, "weights", apart=True), config, 3),
         kill(Kill(1, "forward", 8, apart=True), config, 3),
     ]
-    distributed.run(3, config, *SETTINGS, fork=forks.fork)
+    distributed.run(3, config, *SETTINGS)
     print(*done, sep="\n")
     assert_same(run, undisturbed(3), after=done)
 
@@ -391,6 +391,6 @@ def test_a_launched_run_that_is_killed_with_its_launcher_ends_as_one_that_is_not
         if strike is not kill_a_rank:
             assert saved_updates(run)[-1] == distributed.metrics(run)[-1]["update"], done[-1]
         done[-1] += f" | saved {saved_updates(run)}"
-    distributed.run(2, config, *SETTINGS, fork=forks.fork)
+    distributed.run(2, config, *SETTINGS)
     print(*done, sep="\n")
     assert_same(run, undisturbed(2), after=done)
